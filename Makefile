@@ -1,0 +1,47 @@
+# make serve [PORT=30000]   environment, install, server with the embedded model
+# make test                 environment, install, lint, types, the whole test suite
+PORT ?= 30000
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do if command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then echo $$p; break; fi; done)
+BIN := $(VENV)/bin
+STAMP_SERVE := $(VENV)/.installed-serve
+STAMP_TEST := $(VENV)/.installed-test
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: serve test lint types unit bench clean help
+
+help: ## this text
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "moe-engine needs Python 3.11 or 3.12 on PATH (or make PYTHON=/path/to/python)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned: a machine without a GPU wants the one build the constraints name.
+$(STAMP_SERVE): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing moe-engine into $(VENV) ..."
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(STAMP_TEST): $(STAMP_SERVE)
+	@echo "installing the test tools into $(VENV) ..."
+	$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+serve: $(STAMP_SERVE) ## start the server with the embedded model (PORT=30000)
+	$(BIN)/moe-engine serve --port $(PORT)
+
+lint: $(STAMP_TEST) ## ruff
+	$(BIN)/ruff check .
+
+types: $(STAMP_TEST) ## mypy
+	$(BIN)/mypy
+
+unit: $(STAMP_TEST) ## the tests alone
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test: lint types unit ## everything CI checks
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -1,0 +1,218 @@
+"""How each kind of server is asked: one coroutine a backend, all giving the same `Answer`.
+
+No command of its own. Times are those of the client: the first chunk with a token, then the gaps between chunks; a chunk
+of k tokens counts as k gaps of a k-th each, as bench_serving counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from benchmarks.datasets import BenchRequest
+
+
+@dataclass
+class Answer:
+    """What came back for a request. Seconds; `ttft` 0 when no token came. `started` is on the monotonic clock."""
+
+    prompt_len: int
+    output_len: int = 0
+    success: bool = False
+    error: str = ""
+    text: str = ""
+    ttft: float = 0.0
+    latency: float = 0.0
+    itl: list[float] = field(default_factory=list)
+    started: float = 0.0
+    cached_tokens: int = 0
+    accept_length: float | None = None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after the first; None for answers of one token."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What is the same for every request of a run."""
+
+    base_url: str
+    model: str = "default"
+    stream: bool = True
+    ignore_eos: bool = True
+    return_logprob: bool = False
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    decode: Callable[[list[int]], str] | None = None
+    """For backends that take no token ids."""
+
+
+Backend = Callable[[httpx.AsyncClient, BenchRequest, CallOptions], Awaitable[Answer]]
+
+
+class _Clock:
+    """Turns arrivals of tokens into TTFT and gaps."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._last = answer.started = time.perf_counter()
+
+    def tokens(self, count: int) -> None:
+        """`count` more tokens have just arrived."""
+        if count <= 0:
+            return
+        now = time.perf_counter()
+        if self._answer.output_len == 0:
+            self._answer.ttft = now - self._answer.started
+            count_gaps, gap = count - 1, 0.0
+        else:
+            count_gaps, gap = count, (now - self._last) / count
+        self._answer.itl.extend([gap] * count_gaps)
+        self._answer.output_len += count
+        self._last = now
+
+    def end(self) -> None:
+        self._answer.latency = time.perf_counter() - self._answer.started
+
+
+async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of an event stream, until ``[DONE]``."""
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            data = line[5:].strip()
+            if data == "[DONE]":
+                return
+            yield json.loads(data)
+
+
+async def _ask(
+    client: httpx.AsyncClient, request: BenchRequest, url: str, body: dict[str, Any], stream: bool, read: Callable[[dict[str, Any], Answer], int]
+) -> Answer:  # fmt: skip
+    """Sends one request. `read` takes a chunk and says how many new tokens it brings."""
+    answer = Answer(prompt_len=request.prompt_len)
+    clock = _Clock(answer)
+    try:
+        if stream:
+            async with client.stream("POST", url, json=body) as response:
+                if response.status_code != 200:
+                    answer.error = f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:500]}"
+                else:
+                    async for chunk in events(response):
+                        if "error" in chunk:
+                            raise ValueError(str(chunk["error"]))
+                        clock.tokens(read(chunk, answer))
+                    answer.success = True
+        else:
+            response = await client.post(url, json=body)
+            if response.status_code == 200:
+                clock.tokens(read(response.json(), answer))
+                answer.itl.clear()
+                answer.success = True
+            else:
+                answer.error = f"HTTP {response.status_code}: {response.text[:500]}"
+    except (httpx.HTTPError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    clock.end()
+    if answer.success and answer.output_len == 0 and request.output_len:
+        answer.success, answer.error = False, "the answer holds no token"
+    return answer
+
+
+async def ask_native(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions) -> Answer:
+    """POST /generate: greedy; the running token count of `meta_info` says what a chunk brings."""
+    body: dict[str, Any] = {
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": request.output_len, "ignore_eos": options.ignore_eos},
+        "stream": options.stream,
+        "return_logprob": options.return_logprob,
+        **options.extra_body,
+    }
+    body["text" if isinstance(request.prompt, str) else "input_ids"] = request.prompt
+
+    def read(chunk: dict[str, Any], answer: Answer) -> int:
+        meta = chunk.get("meta_info", {})
+        answer.text = chunk.get("text") or answer.text
+        answer.cached_tokens = meta.get("cached_tokens", 0)
+        answer.prompt_len = meta.get("prompt_tokens", answer.prompt_len)
+        answer.accept_length = meta.get("spec_accept_length", answer.accept_length)
+        return meta.get("completion_tokens", 0) - answer.output_len
+
+    return await _ask(client, request, f"{options.base_url}/generate", body, options.stream, read)
+
+
+async def ask_completions(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions) -> Answer:
+    """POST /v1/completions; the continuous usage says what a chunk brings."""
+    body: dict[str, Any] = {
+        "prompt": request.prompt,
+        "max_tokens": request.output_len,
+        **_openai_body(options),
+        **options.extra_body,
+    }
+
+    def read(chunk: dict[str, Any], answer: Answer) -> int:
+        text = "".join(choice.get("text") or "" for choice in chunk.get("choices", []))
+        return _count(chunk, text, answer)
+
+    return await _ask(client, request, f"{options.base_url}/v1/completions", body, options.stream, read)
+
+
+async def ask_chat(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions) -> Answer:
+    """POST /v1/chat/completions with the prompt as the only message."""
+    prompt = request.prompt
+    if not isinstance(prompt, str):
+        if options.decode is None:
+            raise ValueError("the chat backend takes text: give --tokenizer, so that token ids can be written as text")
+        prompt = options.decode(prompt)
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_completion_tokens": request.output_len,
+        **_openai_body(options),
+        **options.extra_body,
+    }
+
+    def read(chunk: dict[str, Any], answer: Answer) -> int:
+        pieces = [choice.get("delta") or choice.get("message") or {} for choice in chunk.get("choices", [])]
+        text = "".join((piece.get("reasoning_content") or "") + (piece.get("content") or "") for piece in pieces)
+        return _count(chunk, text, answer)
+
+    return await _ask(client, request, f"{options.base_url}/v1/chat/completions", body, options.stream, read)
+
+
+def _openai_body(options: CallOptions) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": options.model,
+        "temperature": 0.0,
+        "stream": options.stream,
+        "ignore_eos": options.ignore_eos,
+    }
+    if options.stream:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    return body
+
+
+def _count(chunk: dict[str, Any], text: str, answer: Answer) -> int:
+    """New tokens of an OpenAI chunk: from its usage; a server without usage in every chunk counts one for each text."""
+    answer.text += text
+    usage = chunk.get("usage")
+    if usage:
+        answer.prompt_len = usage.get("prompt_tokens", answer.prompt_len)
+        details = usage.get("prompt_tokens_details") or {}
+        answer.cached_tokens = details.get("cached_tokens") or answer.cached_tokens
+        return usage.get("completion_tokens", 0) - answer.output_len
+    return 1 if text else 0
+
+
+BACKENDS: dict[str, Backend] = {
+    "sglang": ask_native,
+    "sglang-native": ask_native,
+    "sglang-oai": ask_completions,
+    "sglang-oai-chat": ask_chat,
+    "vllm": ask_completions,
+    "vllm-chat": ask_chat,
+}
+DEFAULT_PORTS = {"vllm": 8000, "vllm-chat": 8000}

@@ -1,0 +1,187 @@
+"""Request sets for the serving and offline benchmarks, shaped as bench_serving's: lengths, seeds, shared prefixes.
+
+No command of its own. Prompts are token ids where the set is random (exact lengths), text where it is text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One request: `prompt` is text or token ids; it counts `prompt_len` tokens and asks for `output_len`."""
+
+    prompt: str | list[int]
+    prompt_len: int
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a set needs of a tokenizer. `plain_ids` are the ids that are no special tokens."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    plain_ids: list[int]
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> Vocabulary:
+        """From a checkpoint directory or a tokenizer.json.
+
+        Raises:
+            FileNotFoundError: there is no tokenizer.json.
+        """
+        from tokenizers import Tokenizer
+
+        file = Path(path)
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise FileNotFoundError(f"no tokenizer.json at {path}; pass --tokenizer with a checkpoint directory")
+        tokenizer = Tokenizer.from_file(str(file))
+        special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        return cls(
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+            plain_ids=[i for i in range(tokenizer.get_vocab_size()) if i not in special],
+        )
+
+
+def add_dataset_arguments(parser: argparse.ArgumentParser, *, default_name: str = "sharegpt") -> None:
+    """The options of bench_serving that choose and shape the request set, with its defaults."""
+    group = parser.add_argument_group("dataset")
+    group.add_argument("--dataset-name", default=default_name, choices=DATASETS)
+    group.add_argument("--dataset-path", default="", help="ShareGPT JSON file (sharegpt; optional text source of random)")
+    group.add_argument("--num-prompts", type=int, default=1000)
+    group.add_argument("--seed", type=int, default=42)
+    group.add_argument("--sharegpt-output-len", type=int, help="output length instead of the answer's")
+    group.add_argument("--sharegpt-context-len", type=int, help="leave out conversations longer than this")
+    group.add_argument("--random-input-len", type=int, default=1024)
+    group.add_argument("--random-output-len", type=int, default=1024)
+    group.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are uniform in [ratio x len, len]")
+    group.add_argument("--gsp-num-groups", type=int, default=64)
+    group.add_argument("--gsp-prompts-per-group", type=int, default=16)
+    group.add_argument("--gsp-system-prompt-len", type=int, default=2048)
+    group.add_argument("--gsp-question-len", type=int, default=128)
+    group.add_argument("--gsp-output-len", type=int, default=256)
+    group.add_argument("--apply-chat-template", action="store_true", help="send text prompts through /v1/chat/completions' template")
+
+
+def make_dataset(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
+    """The requests that the options describe. Raises ValueError for options that cannot work."""
+    rng = random.Random(args.seed)
+    if args.dataset_name == "sharegpt":
+        return sharegpt(
+            args.dataset_path, args.num_prompts, vocabulary, rng, args.sharegpt_output_len, args.sharegpt_context_len
+        )
+    if args.dataset_name in ("random", "random-ids"):
+        source = args.dataset_path if args.dataset_name == "random" else ""
+        lengths = args.random_input_len, args.random_output_len, args.random_range_ratio
+        return random_requests(args.num_prompts, *lengths, vocabulary, rng, text_source=source)
+    return generated_shared_prefix(
+        args.gsp_num_groups,
+        args.gsp_prompts_per_group,
+        args.gsp_system_prompt_len,
+        args.gsp_question_len,
+        args.gsp_output_len,
+        vocabulary,
+        rng,
+    )
+
+
+def sample_length(length: int, ratio: float, rng: random.Random) -> int:
+    """Uniform in [max(1, ratio x length), length]."""
+    return rng.randint(max(1, int(length * ratio)), length)
+
+
+def random_requests(
+    count: int,
+    input_len: int,
+    output_len: int,
+    range_ratio: float,
+    vocabulary: Vocabulary,
+    rng: random.Random,
+    *,
+    text_source: str = "",
+) -> list[BenchRequest]:
+    """Token ids of random lengths; cut from the text of a ShareGPT file where one is given, random numbers otherwise."""
+    if not 0 <= range_ratio <= 1:
+        raise ValueError(f"--random-range-ratio is {range_ratio}; it must lie in [0, 1]")
+    texts = [question for question, _ in _conversations(text_source)] if text_source else []
+    rng.shuffle(texts)
+    requests = []
+    for index in range(count):
+        want = sample_length(input_len, range_ratio, rng)
+        if texts:
+            ids = vocabulary.encode(texts[index % len(texts)]) or vocabulary.plain_ids[:1]
+            ids = (ids * -(-want // len(ids)))[:want]
+        else:
+            ids = rng.choices(vocabulary.plain_ids, k=want)
+        requests.append(BenchRequest(ids, want, sample_length(output_len, range_ratio, rng)))
+    return requests
+
+
+def generated_shared_prefix(
+    num_groups: int,
+    prompts_per_group: int,
+    system_prompt_len: int,
+    question_len: int,
+    output_len: int,
+    vocabulary: Vocabulary,
+    rng: random.Random,
+) -> list[BenchRequest]:
+    """`num_groups` system prompts with `prompts_per_group` questions each, in random order."""
+    requests = []
+    for _ in range(num_groups):
+        system = rng.choices(vocabulary.plain_ids, k=system_prompt_len)
+        for _ in range(prompts_per_group):
+            ids = system + rng.choices(vocabulary.plain_ids, k=question_len)
+            requests.append(BenchRequest(ids, len(ids), output_len))
+    rng.shuffle(requests)
+    return requests
+
+
+def sharegpt(
+    path: str,
+    count: int,
+    vocabulary: Vocabulary,
+    rng: random.Random,
+    output_len: int | None = None,
+    context_len: int | None = None,
+) -> list[BenchRequest]:
+    """First question of each conversation; the first answer's length is the output length unless one is given."""
+    if not path:
+        raise ValueError("--dataset-name sharegpt needs --dataset-path FILE (nothing is downloaded); or use --dataset-name random")
+    conversations = _conversations(path)
+    rng.shuffle(conversations)
+    requests: list[BenchRequest] = []
+    for question, answer in conversations:
+        if len(requests) == count:
+            break
+        prompt_len = len(vocabulary.encode(question))
+        wanted = output_len or len(vocabulary.encode(answer))
+        if prompt_len < 2 or wanted < 2:
+            continue
+        if context_len and prompt_len + wanted > context_len:
+            continue
+        requests.append(BenchRequest(question, prompt_len, wanted))
+    return requests
+
+
+def _conversations(path: str) -> list[tuple[str, str]]:
+    """(first question, first answer) of every conversation of a ShareGPT file with both."""
+    entries: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+    found = []
+    for entry in entries:
+        turns = entry.get("conversations") or entry.get("conversation") or []
+        if len(turns) >= 2:
+            found.append((str(turns[0]["value"]), str(turns[1]["value"])))
+    return found

@@ -1,0 +1,176 @@
+"""Python time of a decode step: ``python -m benchmarks.host_time [--num-requests 256]``.
+
+The engine's own loop (inbox, scheduler, worker, events, message encoding) with a model that takes no time: what is left is
+what the host adds to every step. Two runs: with the loop as it serves, where one step is planned while another runs, the
+time between two outputs; and without that overlap, where the parts of a step can be told apart. Target: under 1 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.stats import median, percentile
+from moe_engine.engine import messages
+from moe_engine.engine.core import EngineCore
+from moe_engine.engine.reporter import StepReporter
+from moe_engine.engine.status_board import StatusBoard
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.worker.stub import stub_runner
+from moe_engine.worker.worker import Worker
+
+TARGET_MS = 1.0
+WARMUP_STEPS = 20
+
+
+class _Port:
+    """Hands out the requests once, encodes and drops what the core sends, and notes when each full output left."""
+
+    def __init__(self, requests: list[messages.Message], num_steps: int) -> None:
+        self._inbox = requests
+        self._num_requests = len(requests)
+        self._num_steps = num_steps
+        self.times: list[float] = []
+        self.num_bytes = 0
+
+    def receive(self, timeout: float) -> list[messages.Message]:
+        if self._inbox:
+            inbox, self._inbox = self._inbox, []
+            return inbox
+        if len(self.times) >= self._num_steps:
+            return [messages.Shutdown(drain=False)]
+        return []
+
+    def send(self, message: messages.Message) -> None:
+        encoded = messages.encode(message)
+        if isinstance(message, messages.StepOutput) and len(message.deltas) == self._num_requests:
+            self.times.append(time.perf_counter())
+            self.num_bytes = len(encoded)
+
+
+@dataclass
+class _Part:
+    """Seconds of each call of one part of a step."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds.append(time.perf_counter() - began)
+
+        return timed
+
+
+def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part] | None = None) -> _Port:
+    """Runs the loop until enough decode steps have been sent."""
+    num_steps = args.steps + WARMUP_STEPS
+    needed = args.num_requests * (args.input_len + num_steps + 64)
+    context = args.input_len + num_steps + 64
+    runner = stub_runner(
+        max_rows=args.num_requests, context_len=context, vocab_size=args.vocab_size, num_slots=needed + 1024
+    )
+    worker = Worker(runner)
+    scheduler = Scheduler(
+        SchedulerConfig(num_slots=needed, context_len=context, max_rows=args.num_requests, disable_radix_cache=args.no_cache)
+    )
+    sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    if args.sampled:
+        sampling = {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True}
+    requests: list[messages.Message] = [
+        messages.AddRequest(
+            rid=f"{index:032x}",
+            prompt_ids=[(index * 7919 + i) % args.vocab_size for i in range(args.input_len)],
+            sampling=sampling,
+            max_new_tokens=num_steps + 32,
+        )
+        for index in range(args.num_requests)
+    ]
+    port = _Port(requests, num_steps)
+    if parts is not None:
+        scheduler.schedule = parts["plan the step"].around(scheduler.schedule)  # type: ignore[method-assign]
+        scheduler.update = parts["take the result in"].around(scheduler.update)  # type: ignore[method-assign]
+        runner.launch = parts["worker: rows, batch, sampling"].around(runner.launch)  # type: ignore[method-assign]
+        port.send = parts["encode the output"].around(port.send)  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        board = StatusBoard(Path(folder) / "board", create=True)
+        core = EngineCore(
+            scheduler, worker, port, board, StepReporter(), eos_token_ids=frozenset((0,)), overlap=overlap
+        )
+        gc.collect()
+        gc.freeze()
+        core.run()
+        gc.unfreeze()
+        board.close()
+    worker.close()
+    return port
+
+
+def step_times_ms(port: _Port) -> list[float]:
+    """Milliseconds between outputs, the warm-up left out."""
+    times = port.times[WARMUP_STEPS:]
+    return [(after - before) * 1e3 for before, after in zip(times, times[1:])]
+
+
+def figures(values: list[float]) -> dict[str, float]:
+    return {"median_ms": median(values), "p90_ms": percentile(values, 90), "p99_ms": percentile(values, 99)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num-requests", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=300, help="decode steps measured in each run")
+    parser.add_argument("--runs", type=int, default=3, help="runs with overlap; the median of their medians counts")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--vocab-size", type=int, default=1024, help="sampling grows with it; it is the device's work")
+    parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95 instead of greedy")
+    parser.add_argument("--no-cache", action="store_true", help="without the prefix cache")
+    parser.add_argument("--json", type=Path, help="where to write the result (default: benchmarks/results)")
+    parser.add_argument("--no-json", action="store_true")
+    args = parser.parse_args(argv)
+
+    overlapped = [figures(step_times_ms(run_core(args, overlap=True))) for _ in range(args.runs)]
+    parts = {
+        name: _Part()
+        for name in ("plan the step", "worker: rows, batch, sampling", "take the result in", "encode the output")
+    }
+    alone = step_times_ms(port := run_core(args, overlap=False, parts=parts))
+    values: dict[str, Any] = {
+        "num_requests": args.num_requests,
+        "steps": args.steps,
+        "sampled": args.sampled,
+        "step": {key: median([run[key] for run in overlapped]) for key in overlapped[0]},
+        "step_without_overlap": figures(alone),
+        "parts": {name: figures([s * 1e3 for s in part.seconds[-args.steps :]]) for name, part in parts.items()},
+        "message_bytes": port.num_bytes,
+        "target_ms": TARGET_MS,
+    }
+    values["passed"] = values["step"]["median_ms"] < TARGET_MS
+    names = [("step, overlapped", values["step"]), ("step, one after another", values["step_without_overlap"])]
+    names += [(f"  {name}", part) for name, part in values["parts"].items()]
+    print(f"Python time of a decode step, {args.num_requests} running requests, model stubbed out (ms)")
+    rows = [[name, *(f"{part[key]:.3f}" for key in ("median_ms", "p90_ms", "p99_ms"))] for name, part in names]
+    print(report.table(["", "median", "p90", "p99"], rows))
+    verdict = "pass" if values["passed"] else "short"
+    print(f"target: median under {TARGET_MS:.0f} ms: {verdict}; {port.num_bytes} bytes a step to the front end")
+    if not args.no_json:
+        print(report.write_result("host_time", values, path=args.json), file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

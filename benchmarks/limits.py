@@ -1,0 +1,192 @@
+"""This machine's limits, which fractions are taken of: ``python -m benchmarks.limits [--device cpu] [--json FILE]``.
+
+Memory: GB/s of reading 700 MiB that no cache holds, on all of torch's threads. Several ways are tried and the best
+median counts, so that no engine is flattered by a slow ruler; where a C++ compiler is at hand one of them is a plain loop
+that only loads. Multiplying: GFLOP/s of a 4096 x 4096 x 4096 bf16 product, likewise the best of several calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.stats import median
+from benchmarks.step_work import MachineLimits
+
+READ_MIB = 700
+GEMM_SIZE = 4096
+
+_READ_SOURCE = """
+#include <cstddef>
+#include <cstdint>
+typedef uint64_t block __attribute__((vector_size(64)));
+extern "C" uint64_t read_all(const uint8_t *data, size_t num_bytes, int num_threads) {
+  const size_t num_blocks = num_bytes / 64;
+  const block *blocks = reinterpret_cast<const block *>(data);
+  uint64_t total = 0;
+#pragma omp parallel for num_threads(num_threads) schedule(static) reduction(^ : total)
+  for (size_t chunk = 0; chunk < num_blocks / 512; ++chunk) {
+    block a{}, b{}, c{}, d{};
+    const block *p = blocks + chunk * 512;
+    for (int i = 0; i < 512; i += 4) { a ^= p[i]; b ^= p[i + 1]; c ^= p[i + 2]; d ^= p[i + 3]; }
+    a ^= b ^ c ^ d;
+    for (int i = 0; i < 8; ++i) total ^= a[i];
+  }
+  return total;
+}
+"""
+
+
+@dataclass(frozen=True)
+class MeasuredLimits:
+    """The best of each, which way reached it, and what every way gave."""
+
+    memory_gb_per_second: float
+    memory_method: str
+    gemm_gflops: float
+    gemm_method: str
+    all_methods: dict[str, float]
+
+    @property
+    def machine(self) -> MachineLimits:
+        return MachineLimits(self.memory_gb_per_second * 1e9, self.gemm_gflops * 1e9)
+
+
+def measure_limits(device: str = "cpu", *, repeats: int = 7, read_mib: int = READ_MIB, gemm_size: int = GEMM_SIZE) -> MeasuredLimits:
+    """Measures both limits. Takes a few seconds and 700 MiB."""
+    reads = _measure_reads(device, repeats, read_mib)
+    gemms = _measure_gemms(device, repeats, gemm_size)
+    best_read = max(reads, key=lambda name: reads[name])
+    best_gemm = max(gemms, key=lambda name: gemms[name])
+    return MeasuredLimits(
+        memory_gb_per_second=reads[best_read],
+        memory_method=best_read,
+        gemm_gflops=gemms[best_gemm],
+        gemm_method=best_gemm,
+        all_methods={name: round(value, 2) for name, value in {**reads, **gemms}.items()},
+    )
+
+
+def combine(before: MeasuredLimits, after: MeasuredLimits) -> MeasuredLimits:
+    """The better of two measurements, for runs that measure the limits at both ends."""
+    read = max(before, after, key=lambda limits: limits.memory_gb_per_second)
+    gemm = max(before, after, key=lambda limits: limits.gemm_gflops)
+    methods = {name: max(value, after.all_methods.get(name, 0.0)) for name, value in before.all_methods.items()}
+    return MeasuredLimits(read.memory_gb_per_second, read.memory_method, gemm.gemm_gflops, gemm.gemm_method, methods)
+
+
+def _measure_reads(device: str, repeats: int, read_mib: int) -> dict[str, float]:
+    data = torch.ones(read_mib * 2**20 // 4, dtype=torch.float32, device=device)
+    num_bytes = data.numel() * data.element_size()
+    matrix = data.view(-1, 2**12)
+    ways: dict[str, Callable[[], Any]] = {
+        "read: torch.sum": lambda: data.sum(),
+        "read: torch.amax": lambda: data.amax(),
+        "read: torch.mv": lambda: matrix @ matrix[0],
+    }
+    native = _native_read() if device == "cpu" else None
+    if native is not None:
+        threads = torch.get_num_threads()
+        ways["read: C++ loads"] = lambda: native(data.data_ptr(), num_bytes, threads)
+    return {name: num_bytes / seconds / 1e9 for name, seconds in _medians(ways, device, repeats).items()}
+
+
+def _measure_gemms(device: str, repeats: int, size: int) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    ways: dict[str, Callable[[], Any]] = {
+        "gemm: torch.matmul": lambda: a @ b,
+        "gemm: linear": lambda: torch.nn.functional.linear(a, b),
+    }
+    packed = _packed_linear(a, b) if device == "cpu" else None
+    if packed is not None:
+        ways["gemm: packed linear"] = packed
+    return {name: 2 * size**3 / seconds / 1e9 for name, seconds in _medians(ways, device, repeats).items()}
+
+
+def _packed_linear(x: Tensor, weight: Tensor) -> Callable[[], Any] | None:
+    """The product with a weight that oneDNN has laid out once; None where this torch has no such operation."""
+    try:
+        with torch.no_grad():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        run = torch.ops.mkldnn._linear_pointwise
+        run(x[:2], packed, None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return None
+    return lambda: run(x, packed, None, "none", [], "")
+
+
+def _medians(ways: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, float]:
+    """Median seconds of each way; the ways take turns, so that a disturbance meets them all. One unmeasured turn first."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.no_grad():
+        for turn in range(repeats + 1):
+            for name, way in ways.items():
+                began = time.perf_counter()
+                way()
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                if turn:
+                    seconds[name].append(time.perf_counter() - began)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def _native_read() -> Callable[[int, int, int], int] | None:
+    """The compiled loop, or None without a compiler. Kept in the temporary directory by the hash of its source."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return None
+    mark = hashlib.sha256(_READ_SOURCE.encode()).hexdigest()[:12]
+    with tempfile.TemporaryDirectory(prefix=f"moe-engine-read-{mark}-") as folder:
+        source, library = Path(folder) / "read.cpp", Path(folder) / "read.so"
+        source.write_text(_READ_SOURCE)
+        flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+        done = subprocess.run([compiler, *flags, "-o", str(library), str(source)], capture_output=True)
+        if done.returncode:
+            return None
+        function = ctypes.CDLL(str(library)).read_all
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype = ctypes.c_uint64
+    return function
+
+
+def limits_table(limits: MeasuredLimits) -> str:
+    rows = [
+        [name, f"{value:.1f}", "GB/s" if name.startswith("read") else "GFLOP/s",
+         "<- limit" if name in (limits.memory_method, limits.gemm_method) else ""]
+        for name, value in limits.all_methods.items()
+    ]  # fmt: skip
+    return report.table(["way", "median", "unit", ""], rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.limits", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="also write the result there")
+    args = parser.parse_args(argv)
+    limits = measure_limits(args.device, repeats=args.repeats)
+    print(limits_table(limits))
+    if args.json:
+        report.write_result("limits", {"limits": asdict(limits)}, device=args.device, path=args.json)
+    elif args.device == "cpu":
+        print(json.dumps({"memory_gb_per_second": round(limits.memory_gb_per_second, 2), "gemm_gflops": round(limits.gemm_gflops, 1)}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,133 @@
+"""What every result carries: the machine, the versions, the date; and where it is written.
+
+No command of its own: the benchmarks call `write_result`, which makes
+``benchmarks/results/<date>_<device>_<name>.json``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "moe-engine", "numpy", "httpx", "tokenizers", "safetensors")
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cpu_features() -> list[str]:
+    """The instruction sets that decide a bf16 model's speed."""
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+    try:
+        match = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    present = set(match.group(1).split()) if match else set()
+    return [name for name in wanted if name in present]
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with ``+`` when files differ from it; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+        if head.returncode:
+            return None
+        state = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "")
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """The machine a result was measured on. `load_1min` above about 0.5 means it was not alone."""
+    facts: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "cpu_features": cpu_features(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "device": device_name(device),
+    }
+    if "torch" in sys.modules:
+        facts["torch_threads"] = sys.modules["torch"].get_num_threads()
+    return facts
+
+
+def device_name(device: str) -> str:
+    """``cpu``, or the accelerator's name."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name()
+    return "cpu"
+
+
+def result_path(name: str, device: str = "cpu", folder: Path = RESULTS) -> Path:
+    """``<folder>/<date>_<device>_<name>.json``."""
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", device_name(device)).strip("-").lower()
+    return folder / f"{time.strftime('%Y-%m-%d')}_{slug}_{name}.json"
+
+
+def write_result(
+    name: str, values: dict[str, Any], *, device: str = "cpu", path: Path | None = None, folder: Path = RESULTS
+) -> Path:
+    """Writes the values with machine, versions, commit, date and command beside them; returns the file."""
+    path = path or result_path(name, device, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {
+        "name": name,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]]),
+        "commit": commit(),
+        "machine": machine(device),
+        "versions": versions(),
+    }
+    path.write_text(json.dumps({"about": about, **values}, indent=1, default=str) + "\n")
+    return path
+
+
+def append_jsonl(path: str | Path, values: dict[str, Any]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(values, default=str) + "\n")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A plain aligned table: the first column to the left, the others to the right."""
+    lines = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+
+    def render(line: Sequence[str]) -> str:
+        cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
+        return "  ".join(cells).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([render(lines[0]), rule, *map(render, lines[1:])])

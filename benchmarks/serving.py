@@ -1,0 +1,259 @@
+"""Latency and throughput of a running server under load: ``python -m benchmarks.serving [options]``.
+
+An open loop: requests leave at `--request-rate` a second (Poisson; ``inf`` sends all at once) whether or not earlier ones
+are done, unless `--max-concurrency` holds them back. Measured at the client: time to first token, time per output token,
+gaps between tokens, end to end; throughput; goodput, the rate of requests that kept every `--goodput` limit. Options,
+table and JSON keys are those of ``python -m sglang.bench_serving``.
+
+    moe-engine serve --port 30000 &
+    python -m benchmarks.serving --port 30000 --dataset-name random --num-prompts 100 \\
+        --random-input-len 64 --random-output-len 32 --request-rate 8 --goodput ttft:500 tpot:50
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks import report, serving_report
+from benchmarks.clients import BACKENDS, DEFAULT_PORTS, Answer, CallOptions
+from benchmarks.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
+
+REQUEST_TIMEOUT_SECONDS = 6 * 3600
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving",
+        description=(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--backend", default="sglang", choices=sorted(BACKENDS))
+    parser.add_argument("--base-url", help="server address, instead of --host and --port")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, help="default: 30000 (8000 for vllm backends)")
+    parser.add_argument("--model", help="name sent to the OpenAI endpoints (default: what the server serves)")
+    parser.add_argument("--tokenizer", help="checkpoint directory or tokenizer.json (default: the server's model path)")
+    add_dataset_arguments(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument("--request-rate", type=float, default=float("inf"), help="requests a second, Poisson; inf: all at once")
+    load.add_argument("--max-concurrency", type=int, help="most requests under way at once")
+    load.add_argument("--warmup-requests", type=int, default=1)
+    load.add_argument("--flush-cache", action="store_true", help="empty the prefix cache after the warm-up")
+    load.add_argument("--tokenize-prompt", action="store_true", help="send token ids even where the set holds text")
+    load.add_argument("--disable-ignore-eos", action="store_true")
+    load.add_argument("--disable-stream", action="store_true")
+    load.add_argument("--return-logprob", action="store_true")
+    load.add_argument("--extra-request-body", default="{}", metavar="JSON", help="fields added to every request")
+    load.add_argument("--api-key", help="sent as Authorization: Bearer")
+    output = parser.add_argument_group("output")
+    output.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="ttft:MS tpot:MS e2el:MS; all must hold")
+    output.add_argument("--output-file", help="jsonl to append to (default: {backend}_{MMDD}_{num_prompts}_{dataset}.jsonl)")
+    output.add_argument("--output-details", action="store_true", help="also write every request's lengths, times and text")
+    output.add_argument("--plot", metavar="FILE.png", help="draw the latency distributions")
+    output.add_argument("--tag", help="written beside the result")
+    output.add_argument("--disable-tqdm", action="store_true")
+    return parser.parse_args(argv)
+
+
+async def arrivals(requests: list[BenchRequest], rate: float, rng: random.Random) -> AsyncIterator[BenchRequest]:
+    """The requests at Poisson times of that rate. Times are absolute, so that a slow client does not lower the rate."""
+    due = time.perf_counter()
+    for request in requests:
+        yield request
+        if rate != float("inf"):
+            due += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+
+async def run_load(
+    client: httpx.AsyncClient,
+    requests: list[BenchRequest],
+    options: CallOptions,
+    *,
+    backend: str,
+    request_rate: float = float("inf"),
+    max_concurrency: int | None = None,
+    seed: int = 42,
+    show_progress: bool = True,
+) -> tuple[list[Answer], float]:
+    """Sends all; returns the answers in request order and the seconds from the first request to the last answer."""
+    ask = BACKENDS[backend]
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    bar = None
+    if show_progress:
+        from tqdm import tqdm
+
+        bar = tqdm(total=len(requests), file=sys.stderr)
+
+    async def one(request: BenchRequest) -> Answer:
+        if gate is None:
+            answer = await ask(client, request, options)
+        else:
+            async with gate:
+                answer = await ask(client, request, options)
+        if bar is not None:
+            bar.update(1)
+        return answer
+
+    began = time.perf_counter()
+    tasks = [
+        asyncio.create_task(one(request)) async for request in arrivals(requests, request_rate, random.Random(seed))
+    ]
+    answers = await asyncio.gather(*tasks)
+    duration = time.perf_counter() - began
+    if bar is not None:
+        bar.close()
+    return list(answers), duration
+
+
+async def server_facts(client: httpx.AsyncClient, base_url: str) -> dict[str, Any]:
+    """/server_info and /model_info of servers that have them; empty for others."""
+    facts: dict[str, Any] = {}
+    for path in ("/server_info", "/model_info"):
+        try:
+            response = await client.get(base_url + path)
+            if response.status_code == 200:
+                facts[path[1:]] = response.json()
+        except (httpx.HTTPError, ValueError):
+            continue
+    return facts
+
+
+def accept_length_of(facts: dict[str, Any]) -> float | None:
+    """Average tokens a speculative step accepts, as the server reports it; None without speculation."""
+    for state in (facts.get("server_info") or {}).get("internal_states") or []:
+        if state.get("avg_spec_accept_length"):
+            return float(state["avg_spec_accept_length"])
+    return None
+
+
+async def _model_name(client: httpx.AsyncClient, base_url: str) -> str:
+    try:
+        return (await client.get(base_url + "/v1/models")).json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError):
+        return "default"
+
+
+def _prepare(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[list[BenchRequest], Vocabulary]:
+    model_info = facts.get("model_info") or {}
+    path = args.tokenizer or model_info.get("tokenizer_path") or model_info.get("model_path")
+    if not path:
+        raise ValueError("the server does not say where its tokenizer is; pass --tokenizer")
+    vocabulary = Vocabulary.from_path(path)
+    requests = make_dataset(args, vocabulary)
+    if args.tokenize_prompt:
+        requests = [
+            replace(request, prompt=vocabulary.encode(request.prompt)) if isinstance(request.prompt, str) else request
+            for request in requests
+        ]
+    if not requests:
+        raise ValueError("the dataset holds no request; see --num-prompts and the length limits")
+    return requests, vocabulary
+
+
+async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answer]]:
+    """A whole run: dataset, warm-up, load, figures."""
+    port = args.port or DEFAULT_PORTS.get(args.backend, 30000)
+    base_url = (args.base_url or f"http://{args.host}:{port}").rstrip("/")
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_SECONDS, limits=limits, headers=headers) as client:
+        facts = await server_facts(client, base_url)
+        requests, vocabulary = _prepare(args, facts)
+        options = CallOptions(
+            base_url=base_url,
+            model=args.model or await _model_name(client, base_url),
+            stream=not args.disable_stream,
+            ignore_eos=not args.disable_ignore_eos,
+            return_logprob=args.return_logprob,
+            extra_body=json.loads(args.extra_request_body),
+            decode=vocabulary.decode,
+        )
+        await _warm_up(client, requests[0], options, args)
+        answers, duration = await run_load(
+            client,
+            requests,
+            options,
+            backend=args.backend,
+            request_rate=args.request_rate,
+            max_concurrency=args.max_concurrency,
+            seed=args.seed,
+            show_progress=not args.disable_tqdm,
+        )
+        accept_length = accept_length_of(await server_facts(client, base_url))
+    retokenized = sum(len(vocabulary.encode(answer.text)) for answer in answers if answer.success)
+    values = serving_report.figures(
+        answers,
+        duration,
+        goodput=serving_report.parse_goodput(args.goodput),
+        retokenized=retokenized,
+        accept_length=accept_length,
+    )
+    values["server_info"] = facts.get("server_info")
+    return values, answers
+
+
+async def _warm_up(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions, args: argparse.Namespace) -> None:
+    """Answers `--warmup-requests` copies of the first request, cut short; then flushes the cache when asked to."""
+    short = replace(request, output_len=min(request.output_len, 32))
+    ask = BACKENDS[args.backend]
+    answers = await asyncio.gather(*(ask(client, short, options) for _ in range(args.warmup_requests)))
+    if answers and not any(answer.success for answer in answers):
+        raise ValueError(f"the warm-up failed: {answers[0].error}")
+    if args.flush_cache:
+        (await client.post(options.base_url + "/flush_cache")).raise_for_status()
+
+
+def default_output_file(args: argparse.Namespace) -> str:
+    """bench_serving's file names."""
+    parts = [args.backend, time.strftime("%m%d"), str(args.num_prompts)]
+    if args.dataset_name.startswith("random"):
+        parts += [str(args.random_input_len), str(args.random_output_len)]
+    else:
+        parts.append(args.dataset_name)
+    return "_".join(parts) + ".jsonl"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        values, answers = asyncio.run(benchmark(args))
+    except (ValueError, FileNotFoundError, httpx.HTTPError) as error:
+        print(f"benchmarks.serving: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    rate = args.request_rate
+    print(serving_report.result_table(values, backend=args.backend, request_rate=rate, max_concurrency=args.max_concurrency))
+    keys = "tag backend dataset_name request_rate max_concurrency num_prompts seed sharegpt_output_len random_input_len random_output_len random_range_ratio"
+    record = {key: getattr(args, key) for key in keys.split()} | {"machine": report.machine()} | values
+    if args.output_details:
+        record |= {
+            "input_lens": [a.prompt_len for a in answers],
+            "output_lens": [a.output_len for a in answers],
+            "ttfts": [a.ttft for a in answers],
+            "itls": [a.itl for a in answers],
+            "generated_texts": [a.text for a in answers],
+            "errors": [a.error for a in answers],
+        }
+    path = Path(args.output_file or default_output_file(args))
+    report.append_jsonl(path, record)
+    if args.plot:
+        serving_report.draw_chart(answers, args.plot, f"{args.backend}, {args.dataset_name}, {rate} requests/s")
+    failures = [answer for answer in answers if not answer.success]
+    if failures:
+        print(f"{len(failures)} requests failed; the first: {failures[0].error}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

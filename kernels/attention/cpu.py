@@ -1,0 +1,89 @@
+"""Attention in C++: blockwise over the paged context, the same bits whatever else is in the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.cpu.library import Library, load
+from moe_engine.kernels.cpu.tensors import Plan, find, kind_of, rows
+
+
+class _Backend:
+    name = "cpu"
+
+    def __init__(self, library: Library | None = None) -> None:
+        self._lib = library or load()
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        return Plan.of(batch)
+
+
+class CpuMLA(_Backend):
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says; `value_width` is C where the rotary width is not 64."""
+        q = rows(q)
+        tokens, heads, width = q.shape
+        latent = width - 64 if value_width is None else value_width
+        kind = _same_kind(q, cache)
+        out = torch.empty((tokens, heads, latent), dtype=q.dtype)
+        struct = find(queries, plan)
+        self._lib.moe_absorbed(
+            kind, q.data_ptr(), q.stride(0), q.stride(1), cache.data_ptr(), cache.stride(0), struct.address, heads,
+            latent, width - latent, scale, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
+        size = cache.element_size()
+        out = torch.empty((queries.num_context_tokens, cache.shape[1]), dtype=cache.dtype)
+        struct = find(queries, plan)
+        self._lib.moe_gather(
+            cache.data_ptr(), cache.stride(0) * size, cache.shape[1] * size, struct.address, out.data_ptr()
+        )
+        return out
+
+    def expanded(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        q, kv, k_rope = rows(q), rows(kv), rows(k_rope)
+        tokens, heads, width = q.shape
+        rotary = k_rope.shape[1]
+        value = kv.shape[2] - (width - rotary)
+        kind = _same_kind(q, kv, k_rope)
+        out = torch.empty((tokens, heads, value), dtype=q.dtype)
+        struct = find(queries, plan)
+        self._lib.moe_expanded(
+            kind, q.data_ptr(), q.stride(0), q.stride(1), kv.data_ptr(), kv.stride(0), kv.stride(1), k_rope.data_ptr(),
+            k_rope.stride(0), struct.address, heads, width - rotary, rotary, value, scale, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+class CpuGQA(_Backend):
+    def paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        q = rows(q)
+        tokens, heads, width = q.shape
+        kind = _same_kind(q, k_cache, v_cache)
+        out = torch.empty((tokens, heads, width), dtype=q.dtype)
+        struct = find(queries, plan)
+        self._lib.moe_paged(
+            kind, q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1),
+            v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), struct.address, heads, k_cache.shape[1], width,
+            scale, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+def _same_kind(q: Tensor, *others: Tensor) -> int:
+    for other in others:
+        if other.dtype != q.dtype or other.stride(-1) != 1:
+            raise ValueError(f"queries are {q.dtype}, the context is {other.dtype} with strides {other.stride()}")
+    return kind_of(q.dtype)

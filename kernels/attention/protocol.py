@@ -1,0 +1,90 @@
+"""Attention over a paged context. Two contracts for MLA, one for GQA.
+
+Legend: T query tokens, R requests, H query heads, G KV heads, N qk_nope, P rotary width (64), C kv_lora_rank,
+V v_head, Dh head width, S context tokens gathered.
+
+A slot is one token's place in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighbouring
+slots. Query tokens of a request are its last `query_lens[i]` positions; each sees itself and everything before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PagedQueries:
+    """Some requests of a step: which query tokens, against which paged context.
+
+    Host lists and device tensors say the same. `context_lens` include this step's tokens, whose KV is written before
+    attention runs. `query_starts` [R+1] are prefix sums of `query_lens`.
+    """
+
+    query_lens: list[int]
+    context_lens: list[int]
+    rows: Tensor  # [R] int32
+    query_starts: Tensor  # [R+1] int32
+    context_lens_device: Tensor  # [R] int32
+    slot_table: Tensor  # [max_rows, max_context] int32, shared by all steps
+    page_size: int
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(self.context_lens)
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The queries of a step, in two groups that lie one behind the other in the token dimension.
+
+    `decode` (tokens [0, decode.num_tokens)): few query tokens each; MLA runs them in the absorbed form.
+    `prefill` (the tokens after): MLA runs them in the expanded form. Either may be None.
+    """
+
+    decode: PagedQueries | None
+    prefill: PagedQueries | None
+
+
+class MLABackend(Protocol):
+    """Multi-head latent attention; the layer owns the algebra (project, rotate, absorb), the backend the softmax."""
+
+    name: str
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Host work, once a step; the value goes to the calls below as `plan`."""
+
+    def absorbed(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        """Multi-query over the latent: q [T, H, C+P], cache [num_slots, C+P] -> [T, H, C].
+
+        score = scale * q . cache[slot]; value = cache[slot][:C]; softmax in float32.
+        """
+
+    def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
+        """The context of every request, one behind the other: [S, C+P]."""
+
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        """Varlen attention over expanded keys: q [T, H, N+P], kv [S, H, N+V] (keys first), k_rope [S, P] -> [T, H, V]."""
+
+
+class GQABackend(Protocol):
+    """Grouped-query attention over paged K and V, for prefill and decode alike."""
+
+    name: str
+
+    def plan(self, batch: AttentionBatch) -> Any: ...
+
+    def paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        """q [T, H, Dh], caches [num_slots, G, Dh] -> [T, H, Dh]; softmax in float32."""

@@ -1,0 +1,45 @@
+"""The chosen row of every family, built once before the model and given to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.kernels import tables
+from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.experts.protocol import ExpertsKernel
+from moe_engine.kernels.linear.protocol import LinearKernel
+from moe_engine.kernels.ops.protocol import Ops
+from moe_engine.kernels.registry import Choice, select
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Kernels of one rank. `attention` is an MLA or a GQA backend, as the model needs."""
+
+    ops: Ops
+    linear: LinearKernel
+    experts: ExpertsKernel
+    attention: MLABackend | GQABackend
+    choices: tuple[Choice, ...]
+
+
+def choose(device: Device, need: Need, asked: dict[str, str] | None = None) -> tuple[Choice, ...]:
+    """Choices for ops, linear, experts, attention, in that order; imports no backend.
+
+    Args:
+        asked: backend name by family (``attention``, ``experts``, ``linear``, ``ops``); missing ones are ``auto``.
+
+    Raises:
+        ValueError: with the reason, when a backend that was asked for cannot run here.
+    """
+    asked = asked or {}
+    attention = tables.MLA if need.attention == "mla" else tables.GQA
+    families = (("ops", tables.OPS), ("linear", tables.LINEAR), ("experts", tables.EXPERTS), ("attention", attention))
+    return tuple(select(family, rows, asked.get(family, "auto"), device, need) for family, rows in families)
+
+
+def build(choices: tuple[Choice, ...]) -> Backends:
+    """Imports and makes the chosen rows."""
+    ops, linear, experts, attention = (choice.build() for choice in choices)
+    return Backends(ops, linear, experts, attention, choices)

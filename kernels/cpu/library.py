@@ -1,0 +1,230 @@
+"""Compiles the C++ sources once for this machine, keeps the library in the user's cache folder, and loads it.
+
+The file's name holds a hash of sources, flags, compiler and CPU flags, so a change of any of them compiles anew and
+machines that share a home folder do not share a library. `MOE_ENGINE_CPU_AMX=0` keeps off AMX tiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_engine.kernels.device import cpu_device
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "src"
+UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear")  # slowest first
+FLAGS = [
+    *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+]
+PATHS = {3: "AMX bf16 tiles", 2: "AVX512-BF16", 1: "AVX-512", 0: "portable vectors"}
+
+P, L, N, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
+    "moe_start": (N, [N]),
+    "moe_packed_bytes": (L, [N, L, L]),
+    "moe_pack": (None, [N, P, L, L, L, P]),
+    "moe_linear": (None, [N, P, L, L, L, P, L, P, P, L, P, L]),
+    "moe_linear_heads": (None, [N, P, L, L, L, L, L, P, L, P, L, L]),
+    "moe_expert_bytes": (L, [N, L, L]),
+    "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P]),
+    "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P]),
+    "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L, P, L]),
+    "moe_rms_norm": (None, [N, N, P, L, P, F, P, L, L]),
+    "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
+    "moe_silu_and_mul": (None, [N, P, L, P, L, L]),
+    "moe_rotate": (None, [N, P, L, L, P, P, L, N, L, L]),
+    "moe_write_latent": (None, [N, N, P, L, P, F, P, P, L, N, P, N, P, L, L, L]),
+    "moe_write_kv": (None, [P, L, L, P, L, L, P, N, P, L, P, L, L, L, L, L]),
+    "moe_route": (None, [N, P, L, L, L, P, P, P, P, P]),
+    "moe_absorbed": (None, [N, P, L, L, P, L, P, L, L, L, F, P]),
+    "moe_paged": (None, [N, P, L, L, P, L, L, P, L, L, P, L, L, L, F, P]),
+    "moe_expanded": (None, [N, P, L, L, P, L, L, P, L, P, L, L, L, L, F, P]),
+    "moe_gather": (None, [P, L, L, P, P]),
+}
+
+
+class LibraryError(RuntimeError):
+    """The C++ library cannot be made or loaded on this machine; the message says why."""
+
+
+class Library:
+    """The loaded library: one attribute for each function in `FUNCTIONS`, called with numbers and raw pointers."""
+
+    moe_packed_bytes: Any
+    moe_pack: Any
+    moe_linear: Any
+    moe_linear_heads: Any
+    moe_expert_bytes: Any
+    moe_experts: Any
+    moe_routed: Any
+    moe_mlp: Any
+    moe_rms_norm: Any
+    moe_add_rms_norm: Any
+    moe_silu_and_mul: Any
+    moe_rotate: Any
+    moe_write_latent: Any
+    moe_write_kv: Any
+    moe_route: Any
+    moe_absorbed: Any
+    moe_paged: Any
+    moe_expanded: Any
+    moe_gather: Any
+
+    def __init__(self, file: Path, amx: bool) -> None:
+        try:
+            self._dll = ctypes.CDLL(str(file))
+        except OSError as error:
+            raise LibraryError(f"cannot load the compiled CPU kernels: {error}") from error
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(self._dll, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        self.file = file
+        self.path = PATHS[self._dll.moe_start(int(amx))]
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "moe_engine"
+
+
+def openmp_runtime() -> Path:
+    """The OpenMP library that torch uses. We link against the same file: two would keep two pools of busy threads."""
+    names = ("libgomp", "libomp", "libiomp5")
+    found: list[Path] = []
+    try:
+        with open("/proc/self/maps") as maps:
+            found += [Path(line.split(None, 5)[5].strip()) for line in maps if line.count("/") > 1]
+    except OSError:
+        pass
+    package = Path(torch.__file__).parent
+    for folder in (package / "lib", package.parent / "torch.libs"):
+        if folder.is_dir():
+            found += sorted(folder.iterdir())
+    for path in found:
+        if path.name.startswith(names) and ".so" in path.name:
+            return path
+    raise LibraryError("torch was built without an OpenMP runtime (no libgomp or libomp among its libraries)")
+
+
+def _run(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(process: subprocess.Popen[str], command: list[str]) -> None:
+    _, errors = process.communicate()
+    if process.returncode != 0:
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
+        raise LibraryError(f"{command[0]} failed ({process.returncode}): " + " | ".join(lines[:3]))
+
+
+def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+        objects = [f"{folder}/{unit}.o" for unit in UNITS]
+        commands = [
+            [compiler, *flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", file] for unit, file in zip(UNITS, objects)
+        ]
+        waiting, running = list(commands), []
+        jobs = max(os.cpu_count() or 1, 1)
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                command = waiting.pop(0)
+                running.append((_run(command), command))
+            done = next((item for item in running if item[0].poll() is not None), None)
+            if done is None:
+                time.sleep(0.01)
+                continue
+            running.remove(done)
+            try:
+                _finish(*done)
+            except LibraryError:
+                for process, _ in running:
+                    process.kill()
+                    process.communicate()
+                raise
+        made = f"{folder}/library.so"
+        command = [compiler, "-shared", "-o", made, *objects, str(runtime)]
+        _finish(_run(command), command)
+        os.replace(made, target)
+
+
+def _built(flags: list[str]) -> Path:
+    """The compiled library's file; compiles it if this is the first time."""
+    device = cpu_device()
+    compiler = device.compiler
+    if compiler is None:
+        raise LibraryError("needs a C++ compiler (g++ or clang++) on PATH, found none")
+    runtime = openmp_runtime()
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise LibraryError(f"{compiler} --version failed: {error}") from error
+    digest = hashlib.sha256()
+    for part in (compiler, version, " ".join(flags), device.name, " ".join(sorted(device.cpu_flags)), runtime.name):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".h", ".cpp"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is not writable")
+    except OSError:
+        folder = Path(tempfile.gettempdir()) / f"moe_engine-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise LibraryError(f"no cache folder: {folder} belongs to somebody else; set XDG_CACHE_HOME") from None
+    target = folder / f"cpu_kernels-{digest.hexdigest()[:20]}.so"
+    if target.exists():
+        return target
+    # Processes that start together wait for the first instead of all compiling; the rename makes it safe either way.
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            start = time.perf_counter()
+            logger.info("compiling CPU kernels with %s (once for this machine; kept in %s)", compiler, folder)
+            _compile(compiler, flags, runtime, target)
+            logger.info("compiled CPU kernels in %.1f s", time.perf_counter() - start)
+    return target
+
+
+@lru_cache
+def load(
+    march: str = "native", defines: tuple[str, ...] = (), optimize: str = "-O3", amx: bool | None = None
+) -> Library:
+    """The library for this machine, compiled if need be.
+
+    Args:
+        march: instruction set to compile for; tests name older ones.
+        defines: extra macros (``MOE_AMX_EMULATE`` runs the tile kernels on any machine, slowly).
+        optimize: the compiler's level; tests of other machines' paths ask for less, to compile sooner.
+        amx: whether AMX tiles may be used where they exist; default True unless MOE_ENGINE_CPU_AMX=0.
+
+    Raises:
+        LibraryError: with the reason, where it cannot be compiled or loaded.
+    """
+    if amx is None:
+        amx = os.environ.get("MOE_ENGINE_CPU_AMX", "1") != "0"
+    flags = [*FLAGS, optimize, f"-march={march}", *(f"-D{define}" for define in defines)]
+    try:
+        return Library(_built(flags), amx)
+    except LibraryError:
+        raise
+    except OSError as error:
+        raise LibraryError(f"cannot compile the CPU kernels: {error}") from error

@@ -1,0 +1,94 @@
+// Tile instructions: the machine's, or with MOE_AMX_EMULATE the same functions in plain C++, so that the tiling and
+// packing logic of gemm_bf16.cpp can be tested on a machine without them.
+#pragma once
+
+#include "common.h"
+
+#if defined(MOE_AMX_EMULATE) || (defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__))
+#define MOE_AMX 1
+
+namespace moe {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t column_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+}  // namespace moe
+
+#if defined(MOE_AMX_EMULATE)
+namespace moe {
+
+inline thread_local TileConfig tile_shape;
+inline thread_local uint32_t tile_data[8][16][16];
+
+inline bool amx_permission() { return true; }
+inline void amx_configure(const TileConfig& config) { tile_shape = config; }
+inline void amx_release() { tile_shape.palette = 0; }
+template <int T>
+void amx_zero() {
+  std::memset(tile_data[T], 0, sizeof tile_data[T]);
+}
+template <int T>
+void amx_load(const void* from, int64_t stride) {
+  amx_zero<T>();
+  for (int r = 0; r < tile_shape.rows[T]; r++)
+    std::memcpy(tile_data[T][r], static_cast<const char*>(from) + r * stride, tile_shape.column_bytes[T]);
+}
+template <int T>
+void amx_store(void* to, int64_t stride) {
+  for (int r = 0; r < tile_shape.rows[T]; r++)
+    std::memcpy(static_cast<char*>(to) + r * stride, tile_data[T][r], tile_shape.column_bytes[T]);
+}
+template <int C, int A, int B>
+void amx_dot() {
+  auto value = [](uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  };
+  for (int m = 0; m < tile_shape.rows[C]; m++)
+    for (int n = 0; n < tile_shape.column_bytes[C] / 4; n++) {
+      float even = 0, odd = 0;
+      for (int k = 0; k < tile_shape.column_bytes[A] / 4; k++) {
+        uint32_t a = tile_data[A][m][k], b = tile_data[B][k][n];
+        even += value(a << 16) * value(b << 16);
+        odd += value(a & 0xffff0000u) * value(b & 0xffff0000u);
+      }
+      float sum = value(tile_data[C][m][n]) + (even + odd);
+      std::memcpy(&tile_data[C][m][n], &sum, 4);
+    }
+}
+
+}  // namespace moe
+#else
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+namespace moe {
+
+// Linux lets a process use tiles only when it has asked: ARCH_REQ_XCOMP_PERM (0x1023) for XTILEDATA (18).
+inline bool amx_permission() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+inline void amx_configure(const TileConfig& config) { _tile_loadconfig(&config); }
+inline void amx_release() { _tile_release(); }
+template <int T>
+inline void amx_zero() {
+  _tile_zero(T);
+}
+template <int T>
+inline void amx_load(const void* from, int64_t stride) {
+  _tile_loadd(T, from, stride);
+}
+template <int T>
+inline void amx_store(void* to, int64_t stride) {
+  _tile_stored(T, to, stride);
+}
+template <int C, int A, int B>
+inline void amx_dot() {
+  _tile_dpbf16ps(C, A, B);
+}
+
+}  // namespace moe
+#endif
+#endif

@@ -1,0 +1,109 @@
+// Shared by all kernels: number types, threads, scratch memory.
+//
+// A *unit* is four bytes: one float, or two neighbouring bf16 (the pair that a bf16 dot instruction eats).
+// A *panel* is 16 columns of a right-hand side, stored [steps][16] units, where a step is one unit of K. Weights,
+// queries and values all become panels, so one matrix kernel (gemm.h) serves every product in this library.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+// The two functions we need of the OpenMP runtime that torch has loaded (libgomp; LLVM's has them too). Called by name,
+// so that neither -fopenmp nor omp.h is needed and the process keeps one pool of threads.
+extern "C" {
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_max_threads(void);
+}
+
+namespace moe {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+constexpr int LANES = 16;
+
+template <class T>
+constexpr int PER_UNIT = 4 / int(sizeof(T));
+
+// Steps of a packed weight with K in-features. bf16 is padded with zeros to 32 elements, a full AMX tile.
+template <class T>
+inline int64_t packed_steps(int64_t k) {
+  return PER_UNIT<T> == 2 ? (k + 31) / 32 * 16 : k;
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t panels_of(int64_t n) { return ceil_div(n, LANES); }
+
+// Calls body(task) for every task, on all OpenMP threads, tasks handed out in order. Always the whole team or no team:
+// libgomp ends threads that a smaller team does not need, and making them anew costs more than most calls here.
+template <class Body>
+void parallel(int64_t tasks, const Body& body) {
+  if (tasks <= 1 || omp_get_max_threads() == 1) {
+    for (int64_t i = 0; i < tasks; i++) body(i);
+    return;
+  }
+  struct Shared {
+    const Body& body;
+    int64_t tasks;
+    alignas(64) std::atomic<int64_t> next;
+  } shared{body, tasks, {0}};
+  GOMP_parallel(
+      [](void* data) {
+        Shared& s = *static_cast<Shared*>(data);
+        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;) s.body(i);
+      },
+      &shared, 0, 0);
+}
+
+// The same over ranges [begin, end) of `count` items, when an item is too little work for a task of its own.
+// `cost` estimates one item in nanoseconds; work below a few microseconds stays on this thread.
+template <class Body>
+void parallel_ranges(int64_t count, double cost, const Body& body) {
+  int64_t threads = omp_get_max_threads();
+  if (threads == 1 || count <= 1 || double(count) * cost < 8000) {
+    if (count > 0) body(0, count);
+    return;
+  }
+  int64_t chunk = ceil_div(count, threads * 4);
+  parallel(ceil_div(count, chunk), [&](int64_t i) { body(i * chunk, std::min(count, (i + 1) * chunk)); });
+}
+
+// Memory that a thread keeps between calls, one block for each purpose. Contents are undefined.
+enum Purpose {
+  ROWS, PRODUCT, HIDDEN, QUERIES, KEYS, VALUES, SCORES, WEIGHTS, OUTPUT, TOTAL, STATS, TILES,  // one thread's own
+  SHARED_ROWS, SHARED_HIDDEN, SHARED_OUT, SHARED_STATS, SHARED_INDEX, SHARED_UNITS,  // a caller's, read by its team
+  PURPOSES
+};
+
+inline void* scratch_bytes(Purpose purpose, size_t bytes) {
+  struct Block {
+    void* data = nullptr;
+    size_t size = 0;
+    ~Block() { std::free(data); }
+  };
+  static thread_local Block blocks[PURPOSES];
+  Block& block = blocks[purpose];
+  if (block.size < bytes || !block.data) {
+    std::free(block.data);
+    block.size = (bytes / 4096 + 2) * 4096;
+    block.data = std::aligned_alloc(4096, block.size);
+    if (!block.data) throw std::bad_alloc();
+  }
+  return block.data;
+}
+
+template <class X>
+X* scratch(Purpose purpose, int64_t count) {
+  return static_cast<X*>(scratch_bytes(purpose, size_t(count) * sizeof(X)));
+}
+
+}  // namespace moe

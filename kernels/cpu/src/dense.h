@@ -1,0 +1,77 @@
+// Products with packed weights, shared by linear.cpp and experts.cpp.
+#pragma once
+
+#include "gemm.h"
+#include "vec.h"
+
+namespace moe {
+
+constexpr int64_t K_BLOCK = 1024;      // steps of K per pass: 4 panels of weights stay in the second-level cache
+constexpr int64_t ROW_BLOCK = 96;      // rows of one task when there are many: A's block stays in that cache too
+constexpr int64_t GROUP = 4;           // panels that the kernel works on together
+
+// A packed matrix: `panels` panels of `steps` steps each, one behind the other.
+struct Packed {
+  const uint32_t* data;
+  int64_t panels, steps;
+};
+
+// c[m][16 * count] = rows of x times panels [first, first + count), over all of K.
+template <class T>
+INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, int64_t first, int64_t count,
+                    float* c, int64_t ldc) {
+  const int64_t panel = w.steps * LANES, steps = steps_of<T>(k);
+  const char* a = static_cast<const char*>(x);
+  const uint32_t* b = w.data + first * panel;
+  for (int64_t done = 0; done < steps; done += K_BLOCK)
+    gemm<T>(a + 4 * done, ldx, m, b + done * LANES, panel, count, std::min(K_BLOCK, steps - done), c, ldc, done > 0);
+}
+
+// Rows as the kernel wants them: x itself, or a copy padded with zeros where K is not a multiple of what it reads.
+template <class T>
+struct Rows {
+  const char* data;
+  int64_t stride;  // bytes
+
+  Rows(const T* x, int64_t ldx, int64_t m, int64_t k, Purpose purpose) {
+    const int64_t padded = padded_k<T>(k);
+    data = reinterpret_cast<const char*>(x);
+    stride = ldx * int64_t(sizeof(T));
+    if (padded == k) return;
+    T* copy = scratch<T>(purpose, m * padded);
+    parallel_ranges(m, double(k) * 0.1, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; i++) {
+        std::memcpy(copy + i * padded, x + i * ldx, size_t(k) * sizeof(T));
+        std::memset(copy + i * padded + k, 0, size_t(padded - k) * sizeof(T));
+      }
+    });
+    data = reinterpret_cast<const char*>(copy);
+    stride = padded * int64_t(sizeof(T));
+  }
+};
+
+// out = x w + bias, then rounded; with `sum`, out = sum + that, rounded again (as if the two were separate calls).
+template <class T>
+INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, const float* bias, const T* sum,
+                          int64_t lds, T* out, int64_t ldo) {
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < columns; j += LANES) {
+      const int64_t here = columns - j;
+      F16 value = load(c + i * ldc + j);
+      if (bias) value = value + load(bias + j);
+      if (sum) value = round_to(value, T{}) + load_some(sum + i * lds + j, here);
+      store_some(out + i * ldo + j, value, here);
+    }
+}
+
+// How many panels one task takes so that `others` tasks become at least four for each thread, and a task of few rows
+// still streams a good stretch of memory.
+inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes, int64_t others) {
+  const int64_t threads = omp_get_max_threads();
+  int64_t wanted = ceil_div(4 * threads, std::max<int64_t>(others, 1));
+  int64_t most = std::max<int64_t>(ceil_div(panels, wanted), 1);
+  int64_t least = std::max<int64_t>((int64_t(48) << 10) / std::max<int64_t>(panel_bytes, 1), 1);
+  return ceil_div(std::max(most, std::min(least, ceil_div(panels, threads))), GROUP) * GROUP;
+}
+
+}  // namespace moe

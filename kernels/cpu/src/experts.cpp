@@ -1,0 +1,273 @@
+// Routed experts: out = down(silu(gate(x)) * up(x)), every row by its own expert.
+//
+// Legend: T tokens, K experts a token, D hidden, I width, E experts, M rows (T*K when routed).
+// One expert's weights lie together: gate panels, up panels [I/16 each, of D], then down panels [D/16, of I].
+// Rows are sorted by expert. Two passes, gate/up and down, each a list of tasks (rows of one expert, some panels) that
+// threads take in order; a hidden row is complete before any task of the second pass reads it.
+#include "dense.h"
+
+namespace moe {
+
+struct Shape {
+  int64_t experts, hidden, width;
+  int64_t width_panels, hidden_panels, hidden_steps, width_steps;
+  int64_t expert_units;
+};
+
+template <class T>
+static Shape shape_of(int64_t experts, int64_t hidden, int64_t width) {
+  Shape s{experts, hidden, width, panels_of(width), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width), 0};
+  s.expert_units = LANES * (2 * s.width_panels * s.hidden_steps + s.hidden_panels * s.width_steps);
+  return s;
+}
+
+// Some rows of one expert. `begin` counts rows in the order of the experts; `source` is where they start in x.
+struct Unit {
+  int64_t expert, begin, rows, source;
+};
+
+// Rows of one task. Many enough that weights are used well, few enough that the hidden rows stay in cache.
+constexpr int64_t UNIT_ROWS = 96;
+
+static int64_t add_units(Unit* units, int64_t count, int64_t expert, int64_t begin, int64_t rows, int64_t source) {
+  int64_t parts = ceil_div(rows, UNIT_ROWS);
+  for (int64_t p = 0; p < parts; p++) {
+    int64_t from = rows * p / parts, to = rows * (p + 1) / parts;
+    units[count++] = {expert, begin + from, to - from, source + from};
+  }
+  return count;
+}
+
+// hidden[row][I] = silu(gate) * up for two groups of panels that have been multiplied out.
+template <class T>
+static INLINE void activate(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns, T* out,
+                            int64_t ldo) {
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < columns; j += LANES)
+      store_some(out + i * ldo + j, silu(load(gate + i * ldc + j)) * load(up + i * ldc + j), columns - j);
+}
+
+// Both passes. `rows_of(unit, &stride)` gives the unit's rows of x, padded as the kernel wants them.
+template <class T, class RowsOf, class Out>
+static void run_units(const Unit* units, int64_t count, const Shape& s, const uint32_t* weights, T* hidden,
+                      int64_t hidden_stride, const RowsOf& rows_of, const Out& out_of) {
+  const int64_t step_bytes = LANES * 4;
+  int64_t up_width = panels_per_task(s.width_panels, 2 * s.hidden_steps * step_bytes, count);
+  int64_t up_parts = ceil_div(s.width_panels, up_width);
+  parallel(count * up_parts, [&](int64_t task) {
+    const Unit& unit = units[task / up_parts];
+    const int64_t first = task % up_parts * up_width, last = std::min(first + up_width, s.width_panels);
+    int64_t stride = 0;
+    const void* x = rows_of(unit, &stride);
+    const Packed w{weights + unit.expert * s.expert_units, 2 * s.width_panels, s.hidden_steps};
+    float* gate = scratch<float>(PRODUCT, 2 * unit.rows * GROUP * LANES);
+    float* up = gate + unit.rows * GROUP * LANES;
+    for (int64_t p = first; p < last; p += GROUP) {
+      const int64_t here = std::min(GROUP, last - p), column = p * LANES;
+      product<T>(x, stride, unit.rows, s.hidden, w, p, here, gate, GROUP * LANES);
+      product<T>(x, stride, unit.rows, s.hidden, w, s.width_panels + p, here, up, GROUP * LANES);
+      activate(gate, up, GROUP * LANES, unit.rows, std::min(here * LANES, s.width - column),
+               hidden + unit.begin * hidden_stride + column, hidden_stride);
+    }
+    if (last == s.width_panels)  // the padding that the second pass reads
+      for (int64_t i = 0; i < unit.rows; i++)
+        std::memset(hidden + (unit.begin + i) * hidden_stride + s.width, 0, size_t(hidden_stride - s.width) * sizeof(T));
+  });
+  int64_t down_width = panels_per_task(s.hidden_panels, s.width_steps * step_bytes, count);
+  int64_t down_parts = ceil_div(s.hidden_panels, down_width);
+  parallel(count * down_parts, [&](int64_t task) {
+    const Unit& unit = units[task / down_parts];
+    const int64_t first = task % down_parts * down_width, last = std::min(first + down_width, s.hidden_panels);
+    const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_steps * LANES, s.hidden_panels,
+                   s.width_steps};
+    float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
+    for (int64_t p = first; p < last; p += GROUP) {
+      const int64_t here = std::min(GROUP, last - p), column = p * LANES;
+      product<T>(hidden + unit.begin * hidden_stride, hidden_stride * int64_t(sizeof(T)), unit.rows, s.width, w, p, here,
+                 c, GROUP * LANES);
+      const int64_t columns = std::min(here * LANES, s.hidden - column);
+      for (int64_t i = 0; i < unit.rows; i++) {
+        T* to = out_of(unit, i) + column;
+        for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * GROUP * LANES + j), columns - j);
+      }
+    }
+  });
+}
+
+// Rows [source, source + rows) of x, in place where the kernel can read them so.
+template <class T>
+static INLINE const void* own_rows(const T* x, int64_t ldx, const int64_t* index, int64_t rows, int64_t k,
+                                   int64_t* stride) {
+  const int64_t padded = padded_k<T>(k);
+  if (padded == k && (!index || rows == 1)) {
+    *stride = ldx * int64_t(sizeof(T));
+    return x + (index ? index[0] : 0) * ldx;
+  }
+  const int64_t apart = padded + 64 / int64_t(sizeof(T));  // not a power of two: rows share no cache set
+  T* copy = scratch<T>(ROWS, rows * apart);
+  for (int64_t i = 0; i < rows; i++) {
+    std::memcpy(copy + i * apart, x + (index ? index[i] : i) * ldx, size_t(k) * sizeof(T));
+    std::memset(copy + i * apart + k, 0, size_t(padded - k) * sizeof(T));
+  }
+  *stride = apart * int64_t(sizeof(T));
+  return copy;
+}
+
+template <class T>
+static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int64_t capacity, const Shape& s,
+                  const uint32_t* weights, T* out) {
+  int64_t rows = 0;
+  for (int64_t e = 0; e < s.experts; e++) rows += offsets ? offsets[e + 1] - offsets[e] : counts[e];
+  Unit* units = scratch<Unit>(SHARED_UNITS, rows / UNIT_ROWS + s.experts + 1);
+  int64_t count = 0, begin = 0;
+  for (int64_t e = 0; e < s.experts; e++) {
+    int64_t here = offsets ? offsets[e + 1] - offsets[e] : counts[e];
+    count = add_units(units, count, e, begin, here, offsets ? offsets[e] : e * capacity);
+    begin += here;
+  }
+  const int64_t stride = padded_k<T>(s.width) + 64 / int64_t(sizeof(T));
+  T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride);
+  run_units<T>(
+      units, count, s, weights, hidden, stride,
+      [&](const Unit& unit, int64_t* apart) {
+        return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart);
+      },
+      [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; });
+}
+
+// Entries (token, k) sorted by expert, then an expert's rows in the order of the tokens. An id outside [0, E) is an
+// expert of another rank, or of nobody: it contributes nothing.
+template <class T>
+static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk, const int32_t* ids,
+                   const Shape& s, const uint32_t* weights, const T* sum, int64_t lds, T* out) {
+  const int64_t entries = tokens * top_k;
+  if (entries == 0 || s.hidden == 0) return;
+  int64_t* starts = scratch<int64_t>(SHARED_INDEX, s.experts + 1 + 3 * entries);
+  int64_t *token_of = starts + s.experts + 1, *entry_of = token_of + entries, *place = entry_of + entries;
+  std::fill(starts, starts + s.experts + 1, 0);
+  for (int64_t i = 0; i < entries; i++)
+    if (ids[i] >= 0 && ids[i] < s.experts) starts[ids[i] + 1]++;
+  for (int64_t e = 0; e < s.experts; e++) starts[e + 1] += starts[e];
+  const int64_t rows = starts[s.experts];
+  Unit* units = scratch<Unit>(SHARED_UNITS, rows / UNIT_ROWS + s.experts + 1);
+  int64_t count = 0;
+  for (int64_t e = 0; e < s.experts; e++)
+    count = add_units(units, count, e, starts[e], starts[e + 1] - starts[e], starts[e]);
+  for (int64_t i = 0; i < entries; i++) {
+    place[i] = -1;
+    if (ids[i] < 0 || ids[i] >= s.experts) continue;
+    const int64_t at = starts[ids[i]]++;
+    token_of[at] = i / top_k;
+    entry_of[at] = i;
+    place[i] = at;
+  }
+  const int64_t stride = padded_k<T>(s.width) + 64 / int64_t(sizeof(T));
+  T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride);
+  T* partial = scratch<T>(SHARED_OUT, rows * s.hidden);
+  run_units<T>(
+      units, count, s, weights, hidden, stride,
+      [&](const Unit& unit, int64_t* apart) {
+        return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart);
+      },
+      [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; });
+  parallel_ranges(tokens, double(top_k * s.hidden) * 0.1, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++)
+      for (int64_t d = 0; d < s.hidden; d += LANES) {
+        F16 total = zero();
+        for (int64_t k = 0; k < top_k; k++) {
+          const int64_t at = place[t * top_k + k];
+          if (at < 0) continue;
+          F16 value = load_some(partial + at * s.hidden + d, s.hidden - d);
+          total = fma(value, set1(topk[t * top_k + k]), total);
+        }
+        if (sum) total = round_to(total, T{}) + load_some(sum + t * lds + d, s.hidden - d);
+        store_some(out + t * s.hidden + d, total, s.hidden - d);
+      }
+  });
+}
+
+// A dense gated MLP from the packed weights of two linear layers, gate_up [2I, D] with I a multiple of 16.
+template <class T>
+static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const uint32_t* gate_up,
+                const uint32_t* down, int64_t out_features, const T* sum, int64_t lds, T* out, int64_t ldo) {
+  if (m <= 0) return;
+  const int64_t in_steps = packed_steps<T>(hidden), mid_steps = packed_steps<T>(width);
+  const Packed first{gate_up, 2 * panels_of(width), in_steps}, second{down, panels_of(out_features), mid_steps};
+  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS);
+  const int64_t stride = padded_k<T>(width) + 64 / int64_t(sizeof(T)), width_panels = panels_of(width);
+  T* middle = scratch<T>(SHARED_HIDDEN, m * stride);
+  const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
+  const int64_t up_width = panels_per_task(width_panels, 2 * in_steps * LANES * 4, row_tasks);
+  parallel(row_tasks * ceil_div(width_panels, up_width), [&](int64_t task) {
+    const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * up_width;
+    const int64_t here = std::min(row_block, m - row), end = std::min(begin + up_width, width_panels);
+    float* gate = scratch<float>(PRODUCT, 2 * here * GROUP * LANES);
+    float* up = gate + here * GROUP * LANES;
+    for (int64_t p = begin; p < end; p += GROUP) {
+      const int64_t count = std::min(GROUP, end - p), column = p * LANES;
+      product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, p, count, gate, GROUP * LANES);
+      product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, width_panels + p, count, up,
+                 GROUP * LANES);
+      activate(gate, up, GROUP * LANES, here, std::min(count * LANES, width - column), middle + row * stride + column,
+               stride);
+    }
+    if (end == width_panels)
+      for (int64_t i = 0; i < here; i++)
+        std::memset(middle + (row + i) * stride + width, 0, size_t(stride - width) * sizeof(T));
+  });
+  const int64_t down_width = panels_per_task(second.panels, mid_steps * LANES * 4, row_tasks);
+  parallel(row_tasks * ceil_div(second.panels, down_width), [&](int64_t task) {
+    const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * down_width;
+    const int64_t here = std::min(row_block, m - row), end = std::min(begin + down_width, second.panels);
+    float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
+    for (int64_t p = begin; p < end; p += GROUP) {
+      const int64_t count = std::min(GROUP, end - p), column = p * LANES;
+      product<T>(middle + row * stride, stride * int64_t(sizeof(T)), here, width, second, p, count, c, GROUP * LANES);
+      finish<T>(c, GROUP * LANES, here, std::min(count * LANES, out_features - column), nullptr,
+                sum ? sum + row * lds + column : nullptr, lds, out + row * ldo + column, ldo);
+    }
+  });
+}
+
+}  // namespace moe
+
+using namespace moe;
+
+API int64_t moe_expert_bytes(int is_bf16, int64_t hidden, int64_t width) {
+  return 4 * (is_bf16 ? shape_of<bf16>(1, hidden, width) : shape_of<float>(1, hidden, width)).expert_units;
+}
+
+// One of the two of offsets [E + 1] (rows behind each other) and counts [E] (rows in places of `capacity`) is given.
+API void moe_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts, int64_t capacity,
+                     int64_t experts, int64_t hidden, int64_t width, const void* weights, void* out) {
+  auto w = static_cast<const uint32_t*>(weights);
+  if (is_bf16)
+    batch(static_cast<const bf16*>(x), offsets, counts, capacity, shape_of<bf16>(experts, hidden, width), w,
+          static_cast<bf16*>(out));
+  else
+    batch(static_cast<const float*>(x), offsets, counts, capacity, shape_of<float>(experts, hidden, width), w,
+          static_cast<float*>(out));
+}
+
+API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
+                    const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                    const void* sum, int64_t lds, void* out) {
+  auto w = static_cast<const uint32_t*>(weights);
+  if (is_bf16)
+    routed(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids, shape_of<bf16>(experts, hidden, width), w,
+           static_cast<const bf16*>(sum), lds, static_cast<bf16*>(out));
+  else
+    routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids, shape_of<float>(experts, hidden, width), w,
+           static_cast<const float*>(sum), lds, static_cast<float*>(out));
+}
+
+API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
+                 const void* down, int64_t out_features, const void* sum, int64_t lds, void* out, int64_t ldo) {
+  auto first = static_cast<const uint32_t*>(gate_up), second = static_cast<const uint32_t*>(down);
+  if (is_bf16)
+    mlp(static_cast<const bf16*>(x), ldx, m, hidden, width, first, second, out_features, static_cast<const bf16*>(sum),
+        lds, static_cast<bf16*>(out), ldo);
+  else
+    mlp(static_cast<const float*>(x), ldx, m, hidden, width, first, second, out_features,
+        static_cast<const float*>(sum), lds, static_cast<float*>(out), ldo);
+}

@@ -1,0 +1,42 @@
+// The one matrix kernel of this library: C[m][16 np] (+)= A[m][K] B, B in panels (see common.h), C in float.
+//
+// Every element of C is one chain of multiply-adds over K from first to last, whatever m, np and the tiling are, and
+// `accumulate` continues a chain. So a row's bits depend neither on the other rows nor on how the work was cut.
+#pragma once
+
+#include "common.h"
+
+namespace moe {
+
+// A by rows, `lda` bytes apart, each of `steps` units. `panel` is the distance of B's panels in units.
+template <class T>
+void gemm(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps, float* c,
+          int64_t ldc, bool accumulate);
+
+// A by steps: unit (row, step) at a[step * lda + row]. m must be a multiple of 4.
+template <class T>
+void gemm_by_steps(const uint32_t* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
+                   int64_t steps, float* c, int64_t ldc, bool accumulate);
+
+// How many elements of K the kernel reads at once: rows of A must be readable, and zero, up to a multiple of this.
+int64_t k_multiple(bf16);
+inline int64_t k_multiple(float) { return 1; }
+
+template <class T>
+inline int64_t padded_k(int64_t k) {
+  return ceil_div(k, k_multiple(T{})) * k_multiple(T{});
+}
+template <class T>
+inline int64_t steps_of(int64_t k) {
+  return padded_k<T>(k) / PER_UNIT<T>;
+}
+
+// One panel from up to 16 rows of K elements (missing rows and the steps beyond K are zero): weights and queries.
+template <class T>
+void pack_rows(const T* const* rows, int64_t count, int64_t k, int64_t steps, uint32_t* out);
+
+// Panels whose columns are channels and whose K runs over `count` rows (attention values), zero up to `steps`.
+template <class T>
+void pack_values(const T* const* rows, int64_t count, int64_t channels, int64_t steps, uint32_t* out);
+
+}  // namespace moe

@@ -1,0 +1,290 @@
+// The register-blocked kernel behind gemm.h, for every machine without matrix tiles: MR rows x NR panels of C stay in
+// registers over the whole of K. Included by the file of each number type.
+#pragma once
+
+#include "gemm.h"
+#include "vec.h"
+
+namespace moe {
+
+// Widest tile in panels, and its rows, by the registers there are: accumulators + one B vector a panel + one of A.
+#if defined(MOE_AVX512)
+constexpr int TILE_PANELS = 4, TILE_ROWS = 6, NARROW_ROWS = 12;
+#elif defined(__aarch64__)
+constexpr int TILE_PANELS = 1, TILE_ROWS = 4, NARROW_ROWS = 4;
+#else
+constexpr int TILE_PANELS = 1, TILE_ROWS = 4, NARROW_ROWS = 4;
+#endif
+
+// One step: a unit of A, broadcast, times a unit of each of 16 columns.
+template <class T>
+struct Dot;
+
+template <>
+struct Dot<float> {
+  struct B {
+    F16 value;
+  };
+  struct A {
+    vf value;
+  };
+  static INLINE B columns(const uint32_t* p) { return {load(reinterpret_cast<const float*>(p))}; }
+  static INLINE A broadcast(const char* p) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return {x - vf{}};
+  }
+  static INLINE void add(F16& c, const A& a, const B& b) { PARTS_LOOP c.v[i] = fma(a.value, b.value.v[i], c.v[i]); }
+};
+
+#if defined(MOE_AVX512_BF16)
+template <>
+struct Dot<bf16> {
+  struct B {
+    __m512bh value;
+  };
+  using A = B;
+  static INLINE B columns(const uint32_t* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+  static INLINE A broadcast(const char* p) {
+    int unit;
+    std::memcpy(&unit, p, 4);
+    return {(__m512bh)_mm512_set1_epi32(unit)};
+  }
+  static INLINE void add(F16& c, const A& a, const B& b) {
+    c.v[0] = (vf)_mm512_dpbf16_ps((__m512)c.v[0], a.value, b.value);
+  }
+};
+#else
+template <>
+struct Dot<bf16> {
+  struct B {
+    F16 even, odd;
+  };
+  struct A {
+    vf even, odd;
+  };
+  static INLINE B columns(const uint32_t* p) { return {load_even(p), load_odd(p)}; }
+  static INLINE A broadcast(const char* p) {
+    uint32_t unit, low;
+    std::memcpy(&unit, p, 4);
+    low = unit << 16;
+    unit &= 0xffff0000u;
+    float even, odd;
+    std::memcpy(&even, &low, 4);
+    std::memcpy(&odd, &unit, 4);
+    return {even - vf{}, odd - vf{}};
+  }
+  static INLINE void add(F16& c, const A& a, const B& b) {
+    PARTS_LOOP c.v[i] = fma(a.odd, b.odd.v[i], fma(a.even, b.even.v[i], c.v[i]));
+  }
+};
+#endif
+
+// BY_STEPS: where A's units lie, see gemm.h.
+template <class T, int MR, int NR, bool BY_STEPS>
+__attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t steps, float* c,
+                                    int64_t ldc, bool accumulate) {
+  F16 sums[MR][NR];
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) sums[m][n] = accumulate ? load(c + m * ldc + n * LANES) : zero();
+
+  // Rows in threes from one pointer each: row + {0, 1, 2} * lda are addresses the machine forms for nothing.
+  constexpr int GROUPS = (MR + 2) / 3;
+  const char* row[GROUPS];
+#pragma GCC unroll 4
+  for (int g = 0; g < GROUPS; g++) row[g] = a + 3 * g * lda;
+  const char* unit = a;
+  for (int64_t k = 0; k < steps; k++) {
+    typename Dot<T>::B columns[NR];
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) {
+      columns[n] = Dot<T>::columns(b + n * panel);
+      __builtin_prefetch(b + n * panel + 32 * LANES);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++) {
+      auto left = Dot<T>::broadcast(BY_STEPS ? unit + 4 * m : row[m / 3] + (m % 3) * lda);
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; n++) Dot<T>::add(sums[m][n], left, columns[n]);
+    }
+    b += LANES;
+    if (BY_STEPS) {
+      unit += lda;
+    } else {
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; g++) row[g] += 4;
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) store(c + m * ldc + n * LANES, sums[m][n]);
+}
+
+template <class T, int NR, bool BY_STEPS>
+void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps, float* c,
+                 int64_t ldc, bool accumulate) {
+  const int64_t row_bytes = BY_STEPS ? 4 : lda;
+  int64_t done = 0;
+  auto run = [&](auto rows) {
+    constexpr int MR = decltype(rows)::value;
+    tile<T, MR, NR, BY_STEPS>(a + done * row_bytes, lda, b, panel, steps, c + done * ldc, ldc, accumulate);
+    done += MR;
+  };
+  constexpr int FULL = NR == 4 ? TILE_ROWS : NARROW_ROWS;
+  if constexpr (BY_STEPS) {
+    while (done < m) run(std::integral_constant<int, 4>());
+  } else {
+    while (m - done >= FULL) run(std::integral_constant<int, FULL>());
+    if constexpr (FULL > 8)
+      if (m - done >= 8) run(std::integral_constant<int, 8>());
+    if constexpr (FULL > 6)
+      if (m - done >= 6) run(std::integral_constant<int, 6>());
+    switch (m - done) {
+      case 5:
+        if constexpr (FULL > 5) run(std::integral_constant<int, 5>());
+        break;
+      case 4:
+        if constexpr (FULL > 4) run(std::integral_constant<int, 4>());
+        break;
+      case 3: run(std::integral_constant<int, 3>()); break;
+      case 2: run(std::integral_constant<int, 2>()); break;
+      case 1: run(std::integral_constant<int, 1>()); break;
+    }
+  }
+}
+
+template <class T, bool BY_STEPS>
+void tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps, float* c,
+           int64_t ldc, bool accumulate) {
+  int64_t n = 0;
+  auto run = [&](auto width) {
+    constexpr int NR = decltype(width)::value;
+    for (; np - n >= NR; n += NR)
+      tile_column<T, NR, BY_STEPS>(a, lda, m, b + n * panel, panel, steps, c + n * LANES, ldc, accumulate);
+  };
+  if constexpr (TILE_PANELS >= 4) run(std::integral_constant<int, 4>());
+  if constexpr (TILE_PANELS >= 2) run(std::integral_constant<int, 2>());
+  run(std::integral_constant<int, 1>());
+}
+
+// rows[i] holds 16 units of line i; afterwards rows[i] holds unit i of the 16 lines.
+INLINE void transpose(uint32_t* to, int64_t to_stride, const uint32_t* const from[LANES]) {
+#if defined(MOE_AVX512)
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_stride, r[i]);
+#else
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < LANES; j++) to[j * to_stride + i] = from[i][j];
+#endif
+}
+
+template <class T>
+void pack_rows(const T* const* rows, int64_t count, int64_t k, int64_t steps, uint32_t* out) {
+  constexpr int BLOCK = LANES * PER_UNIT<T>;
+  alignas(64) static const uint32_t none[LANES] = {};
+  alignas(64) uint32_t tail[LANES][LANES];
+  alignas(64) uint32_t block[LANES][LANES];
+  for (int64_t step = 0; step < steps; step += LANES) {
+    const uint32_t* from[LANES];
+    int64_t first = step * PER_UNIT<T>, here = std::min<int64_t>(BLOCK, k - first);
+    for (int64_t i = 0; i < LANES; i++) {
+      if (i >= count || here <= 0) {
+        from[i] = none;
+      } else if (here == BLOCK) {
+        from[i] = reinterpret_cast<const uint32_t*>(rows[i] + first);
+      } else {
+        std::memset(tail[i], 0, sizeof tail[i]);
+        std::memcpy(tail[i], rows[i] + first, size_t(here) * sizeof(T));
+        from[i] = tail[i];
+      }
+    }
+    if (steps - step >= LANES) {
+      transpose(out + step * LANES, LANES, from);
+    } else {
+      transpose(block[0], LANES, from);
+      std::memcpy(out + step * LANES, block, size_t(steps - step) * LANES * 4);
+    }
+  }
+}
+
+// 32 channels of the rows of one step, as units: 16 to `low`, 16 to `high` if there is a second panel.
+INLINE void interleave(const float* const* row, uint32_t* low, uint32_t* high) {
+  std::memcpy(low, row[0], LANES * 4);
+  if (high) std::memcpy(high, row[0] + LANES, LANES * 4);
+}
+INLINE void interleave(const bf16* const* row, uint32_t* low, uint32_t* high) {
+#if defined(MOE_AVX512)
+  __m512i even = _mm512_loadu_si512(row[0]), odd = _mm512_loadu_si512(row[1]);
+  // Lane i of the result: word i of even, word i of odd. Index bit 5 chooses the source.
+  const __m512i first = _mm512_add_epi32(_mm512_set1_epi32(0x00200000),
+                                         _mm512_mullo_epi32(_mm512_set1_epi32(0x00010001),
+                                                            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
+                                                                              13, 14, 15)));
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(0x00100010));
+  _mm512_storeu_si512(low, _mm512_permutex2var_epi16(even, first, odd));
+  if (high) _mm512_storeu_si512(high, _mm512_permutex2var_epi16(even, second, odd));
+#else
+  for (int i = 0; i < LANES; i++) low[i] = row[0][i].bits | uint32_t(row[1][i].bits) << 16;
+  if (high)
+    for (int i = 0; i < LANES; i++) high[i] = row[0][LANES + i].bits | uint32_t(row[1][LANES + i].bits) << 16;
+#endif
+}
+
+// Channels outermost: each line of a row is read once and panels are written from end to end.
+template <class T>
+void pack_values(const T* const* rows, int64_t count, int64_t channels, int64_t steps, uint32_t* out) {
+  alignas(64) static const T none[2 * LANES] = {};
+  for (int64_t channel = 0; channel < channels; channel += 2 * LANES) {
+    const int64_t here = channels - channel;
+    uint32_t* low = out + channel / LANES * steps * LANES;
+    uint32_t* high = here > LANES ? low + steps * LANES : nullptr;
+    for (int64_t step = 0; step < steps; step++, low += LANES) {
+      const T* source[PER_UNIT<T>];
+      alignas(64) T edge[PER_UNIT<T>][2 * LANES];
+      for (int i = 0; i < PER_UNIT<T>; i++) {
+        const int64_t row = step * PER_UNIT<T> + i;
+        source[i] = row < count ? rows[row] + channel : none;
+        if (row < count && here < 2 * LANES) {
+          std::memset(edge[i], 0, sizeof edge[i]);
+          std::memcpy(edge[i], source[i], size_t(here) * sizeof(T));
+          source[i] = edge[i];
+        }
+      }
+      interleave(source, low, high ? high + step * LANES : nullptr);
+    }
+  }
+}
+
+}  // namespace moe

@@ -1,0 +1,110 @@
+// Linear layers over packed weights: x [M, K] -> [M, N], and the same for one small matrix a head.
+#include "dense.h"
+
+namespace moe {
+
+template <class T>
+static void pack(const T* weight, int64_t ldw, int64_t n, int64_t k, uint32_t* out) {
+  const int64_t steps = packed_steps<T>(k);
+  parallel_ranges(panels_of(n), double(k) * 4, [&](int64_t from, int64_t to) {
+    for (int64_t p = from; p < to; p++) {
+      const T* rows[LANES];
+      int64_t count = std::min<int64_t>(LANES, n - p * LANES);
+      for (int64_t i = 0; i < count; i++) rows[i] = weight + (p * LANES + i) * ldw;
+      pack_rows(rows, count, k, steps, out + p * steps * LANES);
+    }
+  });
+}
+
+template <class T>
+static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const float* bias,
+                   const T* sum, int64_t lds, T* out, int64_t ldo) {
+  if (m <= 0 || n <= 0) return;
+  const Packed w{weight, panels_of(n), packed_steps<T>(k)};
+  const Rows<T> rows(x, ldx, m, k, SHARED_ROWS);
+  const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
+  const int64_t width = panels_per_task(w.panels, w.steps * LANES * 4, row_tasks), tasks = ceil_div(w.panels, width);
+  parallel(row_tasks * tasks, [&](int64_t task) {
+    // Neighbouring tasks share their panels: the weights are read from memory once, by all rows together.
+    const int64_t row = task % row_tasks * row_block, first = task / row_tasks * width;
+    const int64_t here = std::min(row_block, m - row), last = std::min(first + width, w.panels);
+    float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
+    for (int64_t p = first; p < last; p += GROUP) {
+      const int64_t count = std::min(GROUP, last - p), column = p * LANES;
+      product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, c, GROUP * LANES);
+      finish(c, GROUP * LANES, here, std::min(count * LANES, n - column), bias ? bias + column : nullptr,
+             sum ? sum + row * lds + column : nullptr, lds, out + row * ldo + column, ldo);
+    }
+  });
+}
+
+// x [T, H, K] by strides -> out [T, H, N] by strides; weight: H packed matrices.
+template <class T>
+static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads, int64_t k,
+                         const uint32_t* weight, int64_t n, T* out, int64_t out_token, int64_t out_head) {
+  if (tokens <= 0 || n <= 0) return;
+  const int64_t panels = panels_of(n), steps = packed_steps<T>(k), padded = padded_k<T>(k);
+  const int64_t row_block = std::min<int64_t>(tokens, ROW_BLOCK), row_tasks = ceil_div(tokens, row_block);
+  const int64_t width = panels_per_task(panels, steps * LANES * 4, row_tasks * heads), parts = ceil_div(panels, width);
+  parallel(heads * row_tasks * parts, [&](int64_t task) {
+    const int64_t head = task / (row_tasks * parts), row = task / parts % row_tasks * row_block;
+    const int64_t first = task % parts * width, last = std::min(first + width, panels);
+    const int64_t here = std::min(row_block, tokens - row);
+    const T* a = x + row * x_token + head * x_head;
+    int64_t stride = x_token;
+    if (padded != k) {
+      T* copy = scratch<T>(ROWS, here * padded);
+      for (int64_t i = 0; i < here; i++) {
+        std::memcpy(copy + i * padded, a + i * x_token, size_t(k) * sizeof(T));
+        std::memset(copy + i * padded + k, 0, size_t(padded - k) * sizeof(T));
+      }
+      a = copy;
+      stride = padded;
+    }
+    const Packed w{weight + head * panels * steps * LANES, panels, steps};
+    float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
+    for (int64_t p = first; p < last; p += GROUP) {
+      const int64_t count = std::min(GROUP, last - p), column = p * LANES;
+      product<T>(a, stride * int64_t(sizeof(T)), here, k, w, p, count, c, GROUP * LANES);
+      finish<T>(c, GROUP * LANES, here, std::min(count * LANES, n - column), nullptr, nullptr, 0,
+                out + row * out_token + head * out_head + column, out_token);
+    }
+  });
+}
+
+}  // namespace moe
+
+using namespace moe;
+
+API int64_t moe_packed_bytes(int is_bf16, int64_t n, int64_t k) {
+  return panels_of(n) * LANES * 4 * (is_bf16 ? packed_steps<bf16>(k) : packed_steps<float>(k));
+}
+
+API void moe_pack(int is_bf16, const void* weight, int64_t ldw, int64_t n, int64_t k, void* out) {
+  if (is_bf16)
+    pack(static_cast<const bf16*>(weight), ldw, n, k, static_cast<uint32_t*>(out));
+  else
+    pack(static_cast<const float*>(weight), ldw, n, k, static_cast<uint32_t*>(out));
+}
+
+API void moe_linear(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t k, const void* weight, int64_t n,
+                    const float* bias, const void* sum, int64_t lds, void* out, int64_t ldo) {
+  auto w = static_cast<const uint32_t*>(weight);
+  if (is_bf16)
+    linear(static_cast<const bf16*>(x), ldx, m, k, w, n, bias, static_cast<const bf16*>(sum), lds,
+           static_cast<bf16*>(out), ldo);
+  else
+    linear(static_cast<const float*>(x), ldx, m, k, w, n, bias, static_cast<const float*>(sum), lds,
+           static_cast<float*>(out), ldo);
+}
+
+API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads,
+                          int64_t k, const void* weight, int64_t n, void* out, int64_t out_token, int64_t out_head) {
+  auto w = static_cast<const uint32_t*>(weight);
+  if (is_bf16)
+    linear_heads(static_cast<const bf16*>(x), x_token, x_head, tokens, heads, k, w, n, static_cast<bf16*>(out),
+                 out_token, out_head);
+  else
+    linear_heads(static_cast<const float*>(x), x_token, x_head, tokens, heads, k, w, n, static_cast<float*>(out),
+                 out_token, out_head);
+}

@@ -1,0 +1,351 @@
+// The small operations of a layer: norms, activation, rotary embedding, cache writes, routing.
+//
+// Legend: T tokens, D hidden, H heads, C latent width, R rotary width, E experts, K experts a token.
+// All arithmetic in float; every reduction runs in an order that depends on the row's length alone.
+#include "vec.h"
+
+namespace moe {
+
+// ---- norms ----
+
+template <class T>
+static INLINE float root_mean_square(const T* x, int64_t n, float eps) {
+  F16 sums[4] = {zero(), zero(), zero(), zero()};
+  int64_t i = 0;
+  for (; i + 4 * LANES <= n; i += 4 * LANES)
+    for (int j = 0; j < 4; j++) {
+      F16 v = load(x + i + j * LANES);
+      sums[j] = fma(v, v, sums[j]);
+    }
+  for (; i < n; i += LANES) {
+    F16 v = load_some(x + i, n - i);
+    sums[0] = fma(v, v, sums[0]);
+  }
+  float mean = sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(n);
+  return 1.f / std::sqrt(mean + eps);
+}
+
+// The normed value is rounded to T before the weight, as the reference does.
+template <class T, class W>
+static INLINE void norm_row(const T* x, const W* weight, float eps, T* out, int64_t n) {
+  const F16 scale = set1(root_mean_square(x, n, eps));
+  for (int64_t i = 0; i < n; i += LANES) {
+    F16 v = round_to(load_some(x + i, n - i) * scale, T{});
+    store_some(out + i, v * load_some(weight + i, n - i), n - i);
+  }
+}
+
+template <class T, class W>
+static void norm(const T* x, int64_t ldx, const W* weight, float eps, T* out, int64_t rows, int64_t n) {
+  parallel_ranges(rows, double(n) * 0.15, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++) norm_row(x + t * ldx, weight, eps, out + t * n, n);
+  });
+}
+
+template <class T, class W>
+static void add_norm(const T* x, int64_t ldx, T* residual, const W* weight, float eps, T* out, int64_t rows, int64_t n) {
+  parallel_ranges(rows, double(n) * 0.25, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++) {
+      T* r = residual + t * n;
+      for (int64_t i = 0; i < n; i += LANES)
+        store_some(r + i, load_some(r + i, n - i) + load_some(x + t * ldx + i, n - i), n - i);
+      norm_row(r, weight, eps, out + t * n, n);
+    }
+  });
+}
+
+// ---- activation ----
+
+template <class T>
+static void silu_mul(const T* gate_up, int64_t ld, T* out, int64_t rows, int64_t n) {
+  parallel_ranges(rows, double(n) * 0.5, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++)
+      for (int64_t i = 0; i < n; i += LANES) {
+        F16 gate = load_some(gate_up + t * ld + i, n - i), up = load_some(gate_up + t * ld + n + i, n - i);
+        store_some(out + t * n + i, silu(gate) * up, n - i);
+      }
+  });
+}
+
+// ---- rotary embedding ----
+
+// angles: R/2 cosines, then R/2 sines. `from` and `to` may be the same row.
+template <class T>
+static INLINE void rotate_row(const T* from, T* to, const float* angles, int64_t width, bool interleaved) {
+  const int64_t half = width / 2;
+  const float *cosines = angles, *sines = angles + half;
+  if (!interleaved) {
+    for (int64_t j = 0; j < half; j += LANES) {
+      const int64_t here = half - j;
+      F16 a = load_some(from + j, here), b = load_some(from + half + j, here);
+      F16 c = load_some(cosines + j, here), s = load_some(sines + j, here);
+      store_some(to + j, a * c - b * s, here);
+      store_some(to + half + j, b * c + a * s, here);
+    }
+    return;
+  }
+  int64_t j = 0;
+  if constexpr (sizeof(T) == 2) {  // a pair is a unit
+    for (; j + LANES <= half; j += LANES) {
+      alignas(64) uint32_t units[LANES];
+      std::memcpy(units, from + 2 * j, sizeof units);
+      F16 a = load_even(units), b = load_odd(units), c = load(cosines + j), s = load(sines + j);
+      store_units(units, a * c - b * s, b * c + a * s, T{});
+      std::memcpy(to + 2 * j, units, sizeof units);
+    }
+  }
+  for (; j < half; j++) {
+    float a = to_float(from[2 * j]), b = to_float(from[2 * j + 1]);
+    assign(to[2 * j], a * cosines[j] - b * sines[j]);
+    assign(to[2 * j + 1], b * cosines[j] + a * sines[j]);
+  }
+}
+
+template <class T>
+static void rotate(T* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table, int64_t width,
+                   bool interleaved, int64_t tokens, int64_t heads) {
+  parallel_ranges(tokens, double(heads * width) * 0.3, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++)
+      for (int64_t h = 0; h < heads; h++) {
+        T* row = x + t * x_token + h * x_head;
+        rotate_row(row, row, table + positions[t] * width, width, interleaved);
+      }
+  });
+}
+
+// ---- cache writes ----
+
+static INLINE int64_t slot_of(const void* slots, bool wide, int64_t t) {
+  return wide ? static_cast<const int64_t*>(slots)[t] : static_cast<const int32_t*>(slots)[t];
+}
+
+template <class T, class W>
+static void write_latent(const T* kv_a, int64_t ld, const W* weight, float eps, const int64_t* positions,
+                         const float* table, int64_t rotary, bool interleaved, const void* slots, bool wide, T* cache,
+                         int64_t cache_row, int64_t tokens, int64_t latent) {
+  parallel_ranges(tokens, double(latent) * 0.2, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++) {
+      T* row = cache + slot_of(slots, wide, t) * cache_row;
+      norm_row(kv_a + t * ld, weight, eps, row, latent);
+      rotate_row(kv_a + t * ld + latent, row + latent, table + positions[t] * rotary, rotary, interleaved);
+    }
+  });
+}
+
+static void write_rows(const char* x, int64_t x_token, int64_t x_head, const void* slots, bool wide, char* cache,
+                       int64_t cache_row, int64_t tokens, int64_t heads, int64_t bytes) {
+  parallel_ranges(tokens, double(heads * bytes) * 0.1, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++)
+      for (int64_t h = 0; h < heads; h++)
+        std::memcpy(cache + slot_of(slots, wide, t) * cache_row + h * bytes, x + t * x_token + h * x_head, size_t(bytes));
+  });
+}
+
+// ---- router ----
+
+struct Router {
+  int32_t experts, top_k, sigmoid, groups, topk_groups, group_score, renormalize;  // group_score: 0 none, 1 max, 2 top2
+  float scale;
+};
+
+// logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed.
+template <int TOKENS, int EXPERTS>
+static INLINE void logits_block(const float* x, int64_t ldx, const float* gate, int64_t dim, float* out, int64_t ldo) {
+  F16 sums[TOKENS][EXPERTS];
+  for (int t = 0; t < TOKENS; t++)
+    for (int e = 0; e < EXPERTS; e++) sums[t][e] = zero();
+  for (int64_t d = 0; d < dim; d += LANES) {
+    F16 a[TOKENS];
+#pragma GCC unroll 4
+    for (int t = 0; t < TOKENS; t++) a[t] = load(x + t * ldx + d);
+#pragma GCC unroll 4
+    for (int e = 0; e < EXPERTS; e++) {
+      F16 b = load_some(gate + e * dim + d, dim - d);
+#pragma GCC unroll 4
+      for (int t = 0; t < TOKENS; t++) sums[t][e] = fma(a[t], b, sums[t][e]);
+    }
+  }
+  for (int t = 0; t < TOKENS; t++)
+    for (int e = 0; e < EXPERTS; e++) out[t * ldo + e] = sum(sums[t][e]);
+}
+
+// The best `count` of values, best first; of equal values the lower index first.
+static INLINE void best_of(const float* values, int32_t n, int32_t count, int32_t* index) {
+  int32_t held = 0;
+  for (int32_t i = 0; i < n; i++) {
+    if (held == count && !(values[i] > values[index[count - 1]])) continue;
+    int32_t at = held < count ? held++ : count - 1;
+    for (; at > 0 && values[i] > values[index[at - 1]]; at--) index[at] = index[at - 1];
+    index[at] = i;
+  }
+}
+
+static void choose(float* logits, const float* bias, const Router& r, float* room, int32_t* index, float* weights,
+                   int32_t* ids) {
+  const int32_t n = r.experts;
+  float *scores = logits, *choice = logits;
+  if (r.sigmoid) {
+    for (int32_t i = 0; i < n; i += LANES) store_some(scores + i, sigmoid(load_some(logits + i, n - i)), n - i);
+  } else {
+    float top = logits[0], total = 0;
+    for (int32_t i = 1; i < n; i++) top = std::max(top, logits[i]);
+    for (int32_t i = 0; i < n; i += LANES)
+      store_some(scores + i, exp(load_some(logits + i, n - i) - set1(top)), n - i);
+    for (int32_t i = 0; i < n; i++) total += scores[i];
+    for (int32_t i = 0; i < n; i++) scores[i] /= total;
+  }
+  if (bias || r.group_score) {
+    choice = room;
+    for (int32_t i = 0; i < n; i++) choice[i] = bias ? scores[i] + bias[i] : scores[i];
+  }
+  if (r.group_score) {
+    const int32_t size = n / r.groups;
+    float* group = room + n;
+    for (int32_t g = 0; g < r.groups; g++) {
+      float first = -INFINITY, second = -INFINITY;
+      for (int32_t i = g * size; i < (g + 1) * size; i++) {
+        if (choice[i] > first) {
+          second = first;
+          first = choice[i];
+        } else if (choice[i] > second) {
+          second = choice[i];
+        }
+      }
+      group[g] = r.group_score == 2 && size > 1 ? first + second : first;
+    }
+    best_of(group, r.groups, r.topk_groups, index);
+    for (int32_t g = 0; g < r.groups; g++) group[g] = 0;
+    for (int32_t i = 0; i < r.topk_groups; i++) group[index[i]] = 1;
+    for (int32_t i = 0; i < n; i++)
+      if (group[i / size] == 0) choice[i] = -INFINITY;
+  }
+  best_of(choice, n, r.top_k, index);
+  float total = 0;
+  for (int32_t k = 0; k < r.top_k; k++) {
+    ids[k] = index[k];
+    weights[k] = scores[index[k]];
+    total += weights[k];
+  }
+  for (int32_t k = 0; k < r.top_k; k++) {
+    if (r.renormalize) weights[k] /= total + 1e-20f;
+    weights[k] *= r.scale;
+  }
+}
+
+template <class T>
+static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const float* gate, const float* bias,
+                  const Router& r, float* weights, int32_t* ids) {
+  if (tokens == 0) return;
+  const int64_t experts = r.experts, padded = ceil_div(dim, LANES) * LANES;
+  float* logits = scratch<float>(SHARED_OUT, tokens * experts);
+  // Tasks of a few tokens each; with few tokens, of some experts each, so that all threads read the gate.
+  const int64_t token_block = std::min<int64_t>(tokens, 16), token_tasks = ceil_div(tokens, token_block);
+  const int64_t wanted = ceil_div(4 * omp_get_max_threads(), token_tasks);
+  const int64_t expert_block = std::max<int64_t>(ceil_div(ceil_div(experts, wanted), 4) * 4, 8);
+  const int64_t expert_tasks = ceil_div(experts, expert_block);
+  parallel(token_tasks * expert_tasks, [&](int64_t task) {
+    const int64_t first = task / expert_tasks * token_block, count = std::min(token_block, tokens - first);
+    const int64_t e0 = task % expert_tasks * expert_block, e1 = std::min(e0 + expert_block, experts);
+    float* rows = scratch<float>(ROWS, count * padded);
+    for (int64_t t = 0; t < count; t++)
+      for (int64_t d = 0; d < dim; d += LANES)
+        store(rows + t * padded + d, load_some(x + (first + t) * ldx + d, dim - d));
+    int64_t e = e0;
+    auto sweep = [&](auto width) {
+      constexpr int EXPERTS = decltype(width)::value;
+      for (; e1 - e >= EXPERTS; e += EXPERTS) {
+        const float* g = gate + e * dim;
+        float* out = logits + first * experts + e;
+        int64_t t = 0;
+        for (; count - t >= 4; t += 4)
+          logits_block<4, EXPERTS>(rows + t * padded, padded, g, dim, out + t * experts, experts);
+        for (; t < count; t++)
+          logits_block<1, EXPERTS>(rows + t * padded, padded, g, dim, out + t * experts, experts);
+      }
+    };
+    sweep(std::integral_constant<int, 4>());
+    sweep(std::integral_constant<int, 1>());
+  });
+  parallel_ranges(tokens, double(experts) * 6, [&](int64_t from, int64_t to) {
+    float* room = scratch<float>(SCORES, 2 * experts);
+    int32_t* index = scratch<int32_t>(STATS, experts);
+    for (int64_t t = from; t < to; t++)
+      choose(logits + t * experts, bias, r, room, index, weights + t * r.top_k, ids + t * r.top_k);
+  });
+}
+
+// Calls f with x (and weight) as their real types.
+template <class F>
+static void typed(int is_bf16, const F& f) {
+  if (is_bf16)
+    f(bf16{});
+  else
+    f(0.f);
+}
+template <class F>
+static void typed(int is_bf16, int weight_bf16, const F& f) {
+  typed(is_bf16, [&](auto x) { typed(weight_bf16, [&](auto w) { f(x, w); }); });
+}
+
+}  // namespace moe
+
+using namespace moe;
+
+#define IN(type, p) static_cast<const type*>(p)
+#define OUT(type, p) static_cast<type*>(p)
+
+API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps, void* out,
+                      int64_t rows, int64_t n) {
+  typed(is_bf16, weight_bf16, [&](auto a, auto b) {
+    using T = decltype(a);
+    norm(IN(T, x), ldx, IN(decltype(b), weight), eps, OUT(T, out), rows, n);
+  });
+}
+
+API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, void* residual, const void* weight,
+                          float eps, void* out, int64_t rows, int64_t n) {
+  typed(is_bf16, weight_bf16, [&](auto a, auto b) {
+    using T = decltype(a);
+    add_norm(IN(T, x), ldx, OUT(T, residual), IN(decltype(b), weight), eps, OUT(T, out), rows, n);
+  });
+}
+
+API void moe_silu_and_mul(int is_bf16, const void* gate_up, int64_t ld, void* out, int64_t rows, int64_t n) {
+  typed(is_bf16, [&](auto a) {
+    using T = decltype(a);
+    silu_mul(IN(T, gate_up), ld, OUT(T, out), rows, n);
+  });
+}
+
+API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table,
+                    int64_t width, int interleaved, int64_t tokens, int64_t heads) {
+  typed(is_bf16, [&](auto a) {
+    rotate(OUT(decltype(a), x), x_token, x_head, positions, table, width, interleaved, tokens, heads);
+  });
+}
+
+API void moe_write_latent(int is_bf16, int weight_bf16, const void* kv_a, int64_t ld, const void* weight, float eps,
+                          const int64_t* positions, const float* table, int64_t rotary, int interleaved,
+                          const void* slots, int wide, void* cache, int64_t cache_row, int64_t tokens, int64_t latent) {
+  typed(is_bf16, weight_bf16, [&](auto a, auto b) {
+    using T = decltype(a);
+    write_latent(IN(T, kv_a), ld, IN(decltype(b), weight), eps, positions, table, rotary, interleaved, slots, wide,
+                 OUT(T, cache), cache_row, tokens, latent);
+  });
+}
+
+// All strides in bytes.
+API void moe_write_kv(const void* k, int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head,
+                      const void* slots, int wide, void* k_cache, int64_t k_row, void* v_cache, int64_t v_row,
+                      int64_t tokens, int64_t heads, int64_t k_bytes, int64_t v_bytes) {
+  write_rows(IN(char, k), k_token, k_head, slots, wide, OUT(char, k_cache), k_row, tokens, heads, k_bytes);
+  write_rows(IN(char, v), v_token, v_head, slots, wide, OUT(char, v_cache), v_row, tokens, heads, v_bytes);
+}
+
+API void moe_route(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim, const float* gate,
+                   const float* bias, const Router* router, float* weights, int32_t* ids) {
+  typed(is_bf16, [&](auto a) {
+    using T = decltype(a);
+    route(IN(T, x), ldx, tokens, dim, gate, bias, *router, weights, ids);
+  });
+}

@@ -1,0 +1,249 @@
+// F16: sixteen floats, in as many machine vectors as that takes (1 with AVX-512, 2 with AVX2, 4 with SSE or NEON).
+// Written with the compiler's vector types, so that one source serves every machine; intrinsics only where the compiler
+// would not find the instruction: fused multiply-add, bf16 rounding and the bf16 dot product.
+#pragma once
+
+#include "common.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define MOE_AVX512 1
+#endif
+#if defined(MOE_AVX512) && defined(__AVX512BF16__)
+#define MOE_AVX512_BF16 1
+#endif
+
+namespace moe {
+
+#if defined(MOE_AVX512)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int PARTS = LANES / WIDTH;
+
+typedef float vf __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t vi __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t vu __attribute__((vector_size(WIDTH * 4)));
+typedef uint16_t vh __attribute__((vector_size(WIDTH * 2)));
+
+#define INLINE inline __attribute__((always_inline))
+#define PARTS_LOOP _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++)
+
+struct F16 {
+  vf v[PARTS];
+};
+struct I16 {
+  vi v[PARTS];
+};
+
+INLINE F16 set1(float x) {
+  F16 r;
+  PARTS_LOOP r.v[i] = x - vf{};
+  return r;
+}
+INLINE F16 zero() { return set1(0.f); }
+
+INLINE F16 load(const float* p) {
+  F16 r;
+  PARTS_LOOP std::memcpy(&r.v[i], p + i * WIDTH, sizeof(vf));
+  return r;
+}
+INLINE void store(float* p, const F16& x) { PARTS_LOOP std::memcpy(p + i * WIDTH, &x.v[i], sizeof(vf)); }
+INLINE I16 load(const int32_t* p) {
+  I16 r;
+  PARTS_LOOP std::memcpy(&r.v[i], p + i * WIDTH, sizeof(vi));
+  return r;
+}
+
+INLINE F16 operator+(const F16& a, const F16& b) {
+  F16 r;
+  PARTS_LOOP r.v[i] = a.v[i] + b.v[i];
+  return r;
+}
+INLINE F16 operator-(const F16& a, const F16& b) {
+  F16 r;
+  PARTS_LOOP r.v[i] = a.v[i] - b.v[i];
+  return r;
+}
+INLINE F16 operator*(const F16& a, const F16& b) {
+  F16 r;
+  PARTS_LOOP r.v[i] = a.v[i] * b.v[i];
+  return r;
+}
+INLINE F16 operator/(const F16& a, const F16& b) {
+  F16 r;
+  PARTS_LOOP r.v[i] = a.v[i] / b.v[i];
+  return r;
+}
+INLINE F16 max(const F16& a, const F16& b) {
+  F16 r;
+  PARTS_LOOP r.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return r;
+}
+INLINE F16 min(const F16& a, const F16& b) {
+  F16 r;
+  PARTS_LOOP r.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+  return r;
+}
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(MOE_AVX512)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+INLINE F16 fma(const F16& a, const F16& b, const F16& c) {
+  F16 r;
+  PARTS_LOOP r.v[i] = fma(a.v[i], b.v[i], c.v[i]);
+  return r;
+}
+
+// Sum of the lanes: halves onto halves, always in this order.
+INLINE float sum(const F16& x) {
+  float lane[LANES];
+  store(lane, x);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+  return lane[0];
+}
+INLINE float highest(const F16& x) {
+  float lane[LANES], best;
+  store(lane, x);
+  best = lane[0];
+  for (int i = 1; i < LANES; i++) best = lane[i] > best ? lane[i] : best;
+  return best;
+}
+
+// ---- bf16 ----
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float r;
+  std::memcpy(&r, &bits, 4);
+  return r;
+}
+
+// Bits of the bf16 nearest to x (ties to even) in the upper half of each lane; the lower half is rubbish.
+INLINE vu rounded_high(vf x) {
+  vu bits = (vu)x;
+  vu up = bits + 0x7fffu + ((bits >> 16) & 1u);
+  vu nan = (vu)(x != x);
+  return (nan & (bits | 0x00400000u)) | (~nan & up);
+}
+
+INLINE F16 load(const bf16* p) {
+  F16 r;
+  PARTS_LOOP {
+    vh half;
+    std::memcpy(&half, p + i * WIDTH, sizeof(vh));
+    r.v[i] = (vf)(__builtin_convertvector(half, vu) << 16);
+  }
+  return r;
+}
+INLINE void store(bf16* p, const F16& x) {
+  PARTS_LOOP {
+    vh half = __builtin_convertvector(rounded_high(x.v[i]) >> 16, vh);
+    std::memcpy(p + i * WIDTH, &half, sizeof(vh));
+  }
+}
+INLINE F16 round_to(const F16& x, float) { return x; }
+INLINE F16 round_to(const F16& x, bf16) {
+  F16 r;
+  PARTS_LOOP r.v[i] = (vf)(rounded_high(x.v[i]) & 0xffff0000u);
+  return r;
+}
+INLINE bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return {uint16_t((bits >> 16) | 0x40)};
+  return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+INLINE void assign(float& to, float x) { to = x; }
+INLINE void assign(bf16& to, float x) { to = to_bf16(x); }
+
+// The first n of 16 values; the missing ones read as zero.
+template <class T>
+INLINE F16 load_some(const T* p, int64_t n) {
+  if (n >= LANES) return load(p);
+  T lane[LANES] = {};
+  std::memcpy(lane, p, size_t(n) * sizeof(T));
+  return load(lane);
+}
+template <class T>
+INLINE void store_some(T* p, const F16& x, int64_t n) {
+  if (n >= LANES) return store(p, x);
+  T lane[LANES];
+  store(lane, x);
+  std::memcpy(p, lane, size_t(n) * sizeof(T));
+}
+
+// Units of 16 columns: `even` and `odd` are the two elements of each unit (for fp32 a unit is `even` alone).
+INLINE void store_units(uint32_t* p, const F16& even, const F16& odd, bf16) {
+  PARTS_LOOP {
+    vu unit = (rounded_high(even.v[i]) >> 16) | (rounded_high(odd.v[i]) & 0xffff0000u);
+    std::memcpy(p + i * WIDTH, &unit, sizeof(vu));
+  }
+}
+INLINE void store_units(uint32_t* p, const F16& even, const F16&, float) {
+  PARTS_LOOP std::memcpy(p + i * WIDTH, &even.v[i], sizeof(vf));
+}
+INLINE F16 load_even(const uint32_t* p) {
+  F16 r;
+  PARTS_LOOP {
+    vu unit;
+    std::memcpy(&unit, p + i * WIDTH, sizeof(vu));
+    r.v[i] = (vf)(unit << 16);
+  }
+  return r;
+}
+INLINE F16 load_odd(const uint32_t* p) {
+  F16 r;
+  PARTS_LOOP {
+    vu unit;
+    std::memcpy(&unit, p + i * WIDTH, sizeof(vu));
+    r.v[i] = (vf)(unit & 0xffff0000u);
+  }
+  return r;
+}
+
+// ---- functions ----
+
+// e^x to about 1 ulp; exactly 0 below -87.3 and exactly 1 at 0 (masked scores and rescaling rely on both).
+INLINE F16 exp(const F16& in) {
+  F16 r;
+  PARTS_LOOP {
+    vf x = in.v[i];
+    vi tiny = x < -87.3f;
+    x = x > 88.f ? 88.f - vf{} : x;
+    x = x < -87.3f ? -87.3f - vf{} : x;
+    vf shift = 12582912.f - vf{};  // adding 1.5 * 2^23 rounds to an integer that sits in the low bits
+    vf n = fma(x, 1.44269504f - vf{}, shift);
+    vi power = (vi)n << 23;
+    n = n - shift;
+    vf f = fma(n, -0.693359375f - vf{}, x);
+    f = fma(n, 2.12194440e-4f - vf{}, f);
+    vf p = 1.9875691500e-4f - vf{};
+    p = fma(p, f, 1.3981999507e-3f - vf{});
+    p = fma(p, f, 8.3334519073e-3f - vf{});
+    p = fma(p, f, 4.1665795894e-2f - vf{});
+    p = fma(p, f, 1.6666665459e-1f - vf{});
+    p = fma(p, f, 5.0000001201e-1f - vf{});
+    p = fma(p, f * f, f) + 1.f;
+    r.v[i] = (vf)(((vi)p + power) & ~tiny);
+  }
+  return r;
+}
+INLINE F16 sigmoid(const F16& x) { return set1(1.f) / (set1(1.f) + exp(zero() - x)); }
+INLINE F16 silu(const F16& x) { return x * sigmoid(x); }
+
+}  // namespace moe

@@ -1,0 +1,85 @@
+"""What the CPU rows share: number types and paged queries as the library takes them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+
+KIND = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """0 for float32, 1 for bfloat16, as every function of the library takes it first."""
+    try:
+        return KIND[dtype]
+    except KeyError:
+        raise TypeError(f"the CPU kernels have no {dtype}; use bfloat16 or float32") from None
+
+
+def rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Queries(ctypes.Structure):
+    _fields_ = [
+        ("requests", ctypes.c_int64),
+        ("rows", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("contexts", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("slots_row", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class QueriesPointer:
+    """A C struct of `queries` and the tensors that it points into."""
+
+    address: int
+    keep: tuple[Any, ...]
+
+
+def pointer(queries: PagedQueries) -> QueriesPointer:
+    def plain(x: Tensor) -> Tensor:
+        return x.to(torch.int32).contiguous()
+
+    parts = plain(queries.rows), plain(queries.query_starts), plain(queries.context_lens_device)
+    table = queries.slot_table
+    if table.dtype != torch.int32 or table.stride(-1) != 1:
+        table = plain(table)
+    struct = _Queries(queries.num_requests, *(p.data_ptr() for p in parts), table.data_ptr(), table.stride(0))
+    return QueriesPointer(ctypes.addressof(struct), (struct, table, *parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The two groups of a step as C structs, made once instead of at every layer."""
+
+    batch: AttentionBatch
+    decode: QueriesPointer | None
+    prefill: QueriesPointer | None
+
+    @staticmethod
+    def of(batch: AttentionBatch) -> Plan:
+        return Plan(
+            batch,
+            pointer(batch.decode) if batch.decode is not None else None,
+            pointer(batch.prefill) if batch.prefill is not None else None,
+        )
+
+
+def find(queries: PagedQueries, plan: Any) -> QueriesPointer:
+    """The struct of `queries` from the plan, or a new one where the plan is not about them."""
+    if isinstance(plan, Plan):
+        if queries is plan.batch.decode and plan.decode is not None:
+            return plan.decode
+        if queries is plan.batch.prefill and plan.prefill is not None:
+            return plan.prefill
+    return pointer(queries)

@@ -1,0 +1,62 @@
+"""What this machine offers to kernels: probed once, in this file, and handed on as a value."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Device:
+    """kind ``cpu`` or ``cuda``; capability (major, minor) on CUDA; CPU flags as the kernel names them."""
+
+    kind: str
+    name: str
+    capability: tuple[int, int] | None = None
+    cpu_flags: frozenset[str] = frozenset()
+    compiler: str | None = None
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the model and the launch ask of a backend: the activation dtype's name and the kinds of work."""
+
+    dtype: str
+    kv_dtype: str = "auto"
+    attention: str = "mla"
+    page_size: int = 1
+    dims: tuple[tuple[str, int], ...] = ()
+
+
+@lru_cache
+def cpu_device() -> Device:
+    """This machine's CPU, its instruction sets and its C++ compiler (None where there is none)."""
+    flags: frozenset[str] = frozenset()
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as info:
+            for line in info:
+                key, _, value = line.partition(":")
+                if key.strip() in ("flags", "Features"):
+                    flags = frozenset(value.split())
+                elif key.strip() == "model name":
+                    name = value.strip()
+                if flags and name:
+                    break
+    except OSError:
+        pass
+    return Device("cpu", name, None, flags, shutil.which("g++") or shutil.which("clang++"))
+
+
+def probe(kind: str) -> Device:
+    """The device of that kind. Raises ConfigError's cousin ValueError where it does not exist."""
+    if kind == "cpu":
+        return cpu_device()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or check the driver")
+    properties = torch.cuda.get_device_properties(0)
+    return Device("cuda", properties.name, (properties.major, properties.minor), compiler=shutil.which("g++"))

@@ -1,0 +1,100 @@
+"""Routed experts in C++: sort, two grouped products and the weighted sum in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.cpu.library import Library, load
+from moe_engine.kernels.cpu.tensors import kind_of, rows
+from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Panels:
+    kind: int
+    address: int
+    storage: Tensor  # [E, bytes]: gate, up and down panels of each expert
+    down_offset: int
+    up_offset: int
+
+
+class CpuExperts:
+    name = "cpu"
+
+    def __init__(self, library: Library | None = None) -> None:
+        self._lib = library or load()
+
+    def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
+        kind = kind_of(dtype)
+        storage = torch.empty((num_experts, self._lib.moe_expert_bytes(kind, hidden, width)), dtype=torch.uint8)
+        gate = self._lib.moe_packed_bytes(kind, width, hidden)
+        data = _Panels(kind, storage.data_ptr(), storage, 2 * gate, gate)
+        return ExpertWeights(num_experts, hidden, width, data, storage.numel())
+
+    def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        data: _Panels = weights.data
+        hidden, width = weights.hidden, weights.width
+        if not 0 <= expert < weights.num_experts:
+            raise IndexError(f"expert {expert} of {weights.num_experts}")
+        start = data.address + expert * data.storage.shape[1]
+        first, last = (width, hidden), (hidden, width)
+        parts = ((gate, first, 0), (up, first, data.up_offset), (down, last, data.down_offset))
+        for weight, shape, offset in parts:
+            if weight.shape != shape or kind_of(weight.dtype) != data.kind:
+                raise ValueError(f"expert {expert}: {list(weight.shape)} {weight.dtype}, expected {list(shape)}")
+            weight = rows(weight)
+            self._lib.moe_pack(data.kind, weight.data_ptr(), weight.stride(0), *shape, start + offset)
+
+    def _check(self, x: Tensor, weights: ExpertWeights) -> _Panels:
+        data: _Panels = weights.data
+        if kind_of(x.dtype) != data.kind or x.shape[-1] != weights.hidden:
+            raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit experts of hidden size {weights.hidden}")
+        return data
+
+    def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
+        x = batch.x.contiguous()
+        data = self._check(x, weights)
+        out = torch.empty_like(x)
+        if batch.layout == "grouped":
+            assert batch.offsets is not None
+            sizes, capacity = batch.offsets.to(torch.int32).contiguous(), 0
+            pointers = sizes.data_ptr(), None
+        elif batch.layout == "padded":
+            assert batch.counts is not None
+            sizes, capacity = batch.counts.to(torch.int32).contiguous(), x.shape[1]
+            pointers = None, sizes.data_ptr()
+        else:
+            raise ValueError(f"unknown layout {batch.layout!r}")
+        self._lib.moe_experts(
+            data.kind, x.data_ptr(), *pointers, capacity, weights.num_experts, weights.hidden, weights.width,
+            data.address, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def run_routed(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> Tensor:
+        """As the protocol says. With `add` [T, D] (the shared expert's output, say) the result is the sum of both.
+
+        Ids outside [0, E) contribute nothing.
+        """
+        x = rows(x)
+        data = self._check(x, weights)
+        tokens, top_k = topk_ids.shape
+        if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
+            topk_ids = topk_ids.to(torch.int32).contiguous()
+        if topk_weights.dtype != torch.float32 or not topk_weights.is_contiguous():
+            topk_weights = topk_weights.float().contiguous()
+        if add is not None and (add.dtype != x.dtype or add.shape != x.shape or add.stride(-1) != 1):
+            add = add.to(x.dtype).expand(x.shape).contiguous()
+        out = torch.empty((tokens, weights.hidden), dtype=x.dtype)
+        self._lib.moe_routed(
+            data.kind, x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
+            weights.num_experts, weights.hidden, weights.width, data.address,
+            None if add is None else add.data_ptr(), 0 if add is None else add.stride(0), out.data_ptr(),
+        )  # fmt: skip
+        return out

@@ -1,0 +1,62 @@
+"""Grouped matrix products of routed experts: out = down(silu(gate(x)) * up(x)) with each row's own expert.
+
+Legend: T tokens, D hidden, I expert width, E (local) experts, K experts per token, M rows.
+Two batch layouts are what dispatchers produce and kernels accept:
+`grouped`: rows sorted by expert, contiguous, with counts per expert; `padded`: [E, capacity, D] with counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertBatch:
+    """Rows on their way through the experts. Router weights are applied later, by the dispatcher's combine.
+
+    grouped: `x` [M, D], rows of expert e at offsets[e]:offsets[e+1]; `offsets` int32 [E+1] on the device.
+    padded: `x` [E, capacity, D], the first counts[e] rows of expert e valid; `counts` int32 [E].
+    """
+
+    layout: str
+    x: Tensor
+    offsets: Tensor | None = None
+    counts: Tensor | None = None
+
+
+@dataclass
+class ExpertWeights:
+    """The experts of one layer on this rank, filled expert by expert while loading. `data` is the kernel's own."""
+
+    num_experts: int
+    hidden: int
+    width: int
+    data: Any
+    num_bytes: int
+
+
+class ExpertsKernel(Protocol):
+    name: str
+
+    def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
+        """Reserves the weights of a layer in the kernel's layout."""
+
+    def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        """Stores one expert: gate, up [I, D], down [D, I], in the activation dtype."""
+
+    def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
+        """Returns rows in the layout of the batch; rows beyond counts are unspecified."""
+
+
+@runtime_checkable
+class FusedExperts(Protocol):
+    """A kernel that also permutes and combines: the whole routed part of a layer on one rank in one call."""
+
+    def run_routed(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights) -> Tensor:
+        """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> sum_k w_k * expert_k(x) [T, D].
+
+        The sum over k runs in the order of the columns (the result does not depend on the other tokens).
+        """

@@ -1,0 +1,53 @@
+"""Routed experts in plain torch: one pair of products for each expert that has rows.
+
+Legend: D hidden, I expert width, E experts, M rows.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+
+
+class TorchExperts:
+    """`ExpertsKernel` without requirements; takes both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
+
+    name = "torch"
+
+    def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
+        gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
+        down = torch.empty(num_experts, hidden, width, dtype=dtype, device=device)
+        num_bytes = (gate_up.numel() + down.numel()) * gate_up.element_size()
+        return ExpertWeights(num_experts, hidden, width, (gate_up, down), num_bytes)
+
+    def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        gate_up, downs = weights.data
+        gate_up[expert, : weights.width].copy_(gate)
+        gate_up[expert, weights.width :].copy_(up)
+        downs[expert].copy_(down)
+
+    def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
+        out = torch.empty_like(batch.x)
+        for expert, rows, target in _groups(batch, out):
+            gate_up, down = weights.data
+            gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
+            target.copy_(F.linear(F.silu(gate).mul_(up), down[expert]))
+        return out
+
+
+def _groups(batch: ExpertBatch, out: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """(expert, its rows, where its results go) of each expert that has rows."""
+    if batch.layout == "padded":
+        assert batch.counts is not None
+        counts = batch.counts.tolist()
+        return [(e, batch.x[e, :count], out[e, :count]) for e, count in enumerate(counts) if count]
+    assert batch.offsets is not None
+    offsets = batch.offsets.tolist()
+    spans = [(e, slice(start, stop)) for e, (start, stop) in enumerate(pairwise(offsets)) if stop > start]
+    return [(e, batch.x[span], out[span]) for e, span in spans]

@@ -1,0 +1,134 @@
+"""Linear layers in C++: weights packed once into panels that one kernel streams for any number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.cpu.library import Library, load
+from moe_engine.kernels.cpu.tensors import kind_of, rows
+from moe_engine.kernels.linear.protocol import PreparedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class _Panels:
+    kind: int
+    weight: int  # address of `storage`
+    bias: int | None
+    storage: Tensor
+    padded_bias: Tensor | None
+    heads: int = 1
+
+
+class CpuLinear:
+    """Beyond the protocol: `run_add` adds the product to a residual, `run_mlp` runs a whole gated MLP in one call."""
+
+    name = "cpu"
+
+    def __init__(self, library: Library | None = None) -> None:
+        self._lib = library or load()
+
+    def _pack(self, weights: Tensor, bias: Tensor | None) -> PreparedLinear:
+        heads, n, k = weights.shape
+        kind = kind_of(weights.dtype)
+        size = self._lib.moe_packed_bytes(kind, n, k)
+        storage = torch.empty((heads, size), dtype=torch.uint8)
+        for head in range(heads):
+            weight = rows(weights[head])
+            self._lib.moe_pack(kind, weight.data_ptr(), weight.stride(0), n, k, storage.data_ptr() + head * size)
+        padded = None
+        if bias is not None:
+            padded = torch.zeros((n + 15) // 16 * 16, dtype=torch.float32)
+            padded[:n] = bias
+        pointer = None if padded is None else padded.data_ptr()
+        data = _Panels(kind, storage.data_ptr(), pointer, storage, padded, heads)
+        return PreparedLinear(k, n, data, bias, storage.numel() + (0 if padded is None else 4 * padded.numel()))
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
+        return self._pack(weight.unsqueeze(0), bias)
+
+    def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
+        data: _Panels = weight.data
+        x = rows(x)
+        tokens, k = x.shape
+        if kind_of(x.dtype) != data.kind or k != weight.in_features:
+            raise _mismatch(x, weight)
+        n = weight.out_features
+        out = torch.empty((tokens, n), dtype=x.dtype)
+        self._lib.moe_linear(
+            data.kind, x.data_ptr(), x.stride(0), tokens, k, data.weight, n, data.bias, None, 0, out.data_ptr(), n
+        )
+        return out
+
+    def run_add(self, x: Tensor, weight: PreparedLinear, residual: Tensor) -> Tensor:
+        """residual [T, N] += run(x), in place, with the same bits as the two steps; returns residual."""
+        data: _Panels = weight.data
+        x = rows(x)
+        tokens, k = x.shape
+        n = weight.out_features
+        if kind_of(x.dtype) != data.kind or k != weight.in_features:
+            raise _mismatch(x, weight)
+        if residual.dtype != x.dtype or residual.shape != (tokens, n) or residual.stride(-1) != 1:
+            return residual.add_(self.run(x, weight))
+        self._lib.moe_linear(
+            data.kind, x.data_ptr(), x.stride(0), tokens, k, data.weight, n, data.bias, residual.data_ptr(),
+            residual.stride(0), residual.data_ptr(), residual.stride(0),
+        )  # fmt: skip
+        return residual
+
+    def run_mlp(
+        self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear, residual: Tensor | None = None
+    ) -> Tensor:
+        """down(silu(gate(x)) * up(x)) [T, N] for weights without bias, gate_up [2I, D] (gate first), I % 16 == 0.
+
+        With `residual` [T, N] the result is added to it in place, and it is returned.
+        """
+        first, second = gate_up.data, down.data
+        x = rows(x)
+        tokens, k = x.shape
+        width, n = gate_up.out_features // 2, down.out_features
+        if kind_of(x.dtype) != first.kind or first.kind != second.kind or k != gate_up.in_features:
+            raise _mismatch(x, gate_up)
+        if width % 16 or first.bias is not None or second.bias is not None or down.in_features != width:
+            raise ValueError("run_mlp needs an MLP width that is a multiple of 16, and no biases")
+        if residual is None:
+            out, add, stride = torch.empty((tokens, n), dtype=x.dtype), None, n
+        else:
+            if residual.dtype != x.dtype or residual.shape != (tokens, n) or residual.stride(-1) != 1:
+                return residual.add_(self.run_mlp(x, gate_up, down))
+            out, add, stride = residual, residual.data_ptr(), residual.stride(0)
+        self._lib.moe_mlp(
+            first.kind, x.data_ptr(), x.stride(0), tokens, k, width, first.weight, second.weight, n, add, stride,
+            out.data_ptr(), stride,
+        )  # fmt: skip
+        return out
+
+    def prepare_heads(self, weight: Tensor) -> PreparedLinear:
+        return self._pack(weight, None)
+
+    def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
+        data: _Panels = weight.data
+        x = rows(x)
+        tokens, heads, k = x.shape
+        n = weight.out_features
+        if kind_of(x.dtype) != data.kind or k != weight.in_features or heads != data.heads:
+            raise _mismatch(x, weight)
+        if out is None:
+            out = torch.empty((tokens, heads, n), dtype=x.dtype)
+        elif out.dtype != x.dtype or out.shape != (tokens, heads, n) or out.stride(-1) != 1:
+            return out.copy_(self.run_heads(x, weight))
+        self._lib.moe_linear_heads(
+            data.kind, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, k, data.weight, n, out.data_ptr(),
+            out.stride(0), out.stride(1),
+        )  # fmt: skip
+        return out
+
+
+def _mismatch(x: Tensor, weight: PreparedLinear) -> ValueError:
+    kinds = {0: "float32", 1: "bfloat16"}
+    return ValueError(
+        f"rows {list(x.shape)} {x.dtype} do not fit a weight of {weight.data.heads} x "
+        f"[{weight.out_features}, {weight.in_features}] {kinds[weight.data.kind]}"
+    )

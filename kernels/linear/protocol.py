@@ -1,0 +1,41 @@
+"""Matrix products with weights. `prepare` once at load (packing, dequantisation, vendor layouts), `run` each step.
+
+Legend: T tokens, K in-features, N out-features, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PreparedLinear:
+    """A weight in the layout its kernel wants. `data` is the kernel's own; `num_bytes` is what it keeps in memory."""
+
+    in_features: int
+    out_features: int
+    data: Any
+    bias: Tensor | None
+    num_bytes: int
+
+
+class LinearKernel(Protocol):
+    name: str
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
+        """weight [N, K] in the activation dtype (already dequantised), bias [N]. May keep or drop `weight`."""
+
+    def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
+        """x [T, K] (rows may be strided) -> x @ weight.T + bias, [T, N] contiguous, accumulated in float32."""
+
+    def prepare_heads(self, weight: Tensor) -> PreparedLinear:
+        """weight [H, N, K]: one small matrix a head (MLA's absorbed products)."""
+
+    def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
+        """x [T, H, K] (strided view allowed) -> [T, H, N]: out[t, h] = weight[h] @ x[t, h].
+
+        `out` may be a strided view [T, H, N] to write into (for instance the latent part of a [T, H, C+R] query).
+        """

@@ -1,0 +1,132 @@
+"""The small operations in C++: one call each, no temporaries."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.cpu.library import Library, load
+from moe_engine.kernels.cpu.tensors import kind_of, rows
+from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+
+
+class _Router(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("experts", "top_k", "sigmoid", "groups", "topk_groups", "group_score")),
+        ("renormalize", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@lru_cache
+def _router(spec: RouterSpec) -> _Router:
+    scores = {None: 0, "max": 1, "top2": 2}
+    if spec.score not in ("sigmoid", "softmax") or spec.group_score not in scores:
+        raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
+    groups = spec.num_groups if spec.group_score else 1
+    if spec.num_experts % groups or not 0 < spec.top_k <= spec.num_experts or spec.topk_groups > spec.num_groups:
+        raise ValueError(f"impossible router: {spec}")
+    numbers = (spec.num_experts, spec.top_k, spec.score == "sigmoid", groups, spec.topk_groups)
+    return _Router(*map(int, numbers), scores[spec.group_score], int(spec.renormalize), spec.scale)
+
+
+def _positions(positions: Tensor) -> Tensor:
+    return positions if positions.dtype == torch.int64 and positions.is_contiguous() else positions.long().contiguous()
+
+
+def _slots(slots: Tensor) -> Tensor:
+    return slots if slots.is_contiguous() else slots.contiguous()
+
+
+class CpuOps:
+    name = "cpu"
+
+    def __init__(self, library: Library | None = None) -> None:
+        self._lib = library or load()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        flat = rows(x if x.dim() == 2 else x.reshape(-1, width))
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._lib.moe_rms_norm(
+            kind_of(x.dtype), kind_of(weight.dtype), flat.data_ptr(), flat.stride(0), weight.data_ptr(), eps,
+            out.data_ptr(), flat.shape[0], width,
+        )  # fmt: skip
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not residual.is_contiguous():
+            residual.add_(x)
+            return self.rms_norm(residual, weight, eps)
+        x = rows(x)
+        out = torch.empty_like(residual)
+        self._lib.moe_add_rms_norm(
+            kind_of(x.dtype), kind_of(weight.dtype), x.data_ptr(), x.stride(0), residual.data_ptr(), weight.data_ptr(),
+            eps, out.data_ptr(), *x.shape,
+        )  # fmt: skip
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = rows(gate_up)
+        count, width = gate_up.shape
+        out = torch.empty((count, width // 2), dtype=gate_up.dtype)
+        self._lib.moe_silu_and_mul(
+            kind_of(gate_up.dtype), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), count, width // 2
+        )
+        return out
+
+    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+        self._rotate(x, positions, table, x.shape[-1] - table.width)
+
+    def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+        self._rotate(x, positions, table, 0)
+
+    def _rotate(self, x: Tensor, positions: Tensor, table: RotaryTable, first: int) -> None:
+        tokens, heads, _ = x.shape
+        token, head, step = x.stride()
+        if step != 1:
+            raise ValueError("rotate needs contiguous channels")
+        positions = _positions(positions)
+        self._lib.moe_rotate(
+            kind_of(x.dtype), x.data_ptr() + first * x.element_size(), token, head, positions.data_ptr(),
+            table.cos_sin.data_ptr(), table.width, table.interleaved, tokens, heads,
+        )  # fmt: skip
+
+    def write_latent(
+        self, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable, slots: Tensor,
+        cache: Tensor,
+    ) -> None:  # fmt: skip
+        kv_a, positions, slots = rows(kv_a), _positions(positions), _slots(slots)
+        tokens, width = kv_a.shape
+        rotary = table.width
+        self._lib.moe_write_latent(
+            kind_of(kv_a.dtype), kind_of(weight.dtype), kv_a.data_ptr(), kv_a.stride(0), weight.data_ptr(), eps,
+            positions.data_ptr(), table.cos_sin.data_ptr(), rotary, table.interleaved, slots.data_ptr(),
+            slots.dtype == torch.int64, cache.data_ptr(), cache.stride(0), tokens, width - rotary,
+        )  # fmt: skip
+
+    def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        k, v, slots = rows(k), rows(v), _slots(slots)
+        tokens, heads, width = k.shape
+        size = k.element_size()
+        self._lib.moe_write_kv(
+            k.data_ptr(), k.stride(0) * size, k.stride(1) * size, v.data_ptr(), v.stride(0) * size, v.stride(1) * size,
+            slots.data_ptr(), slots.dtype == torch.int64, k_cache.data_ptr(), k_cache.stride(0) * size,
+            v_cache.data_ptr(), v_cache.stride(0) * size, tokens, heads, width * size, v.shape[2] * size,
+        )  # fmt: skip
+
+    def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+        x = rows(x)
+        tokens, width = x.shape
+        weights = torch.empty((tokens, spec.top_k), dtype=torch.float32)
+        ids = torch.empty((tokens, spec.top_k), dtype=torch.int32)
+        used = bias if spec.has_bias else None
+        self._lib.moe_route(
+            kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, width, gate.data_ptr(),
+            None if used is None else used.data_ptr(), ctypes.addressof(_router(spec)), weights.data_ptr(),
+            ids.data_ptr(),
+        )  # fmt: skip
+        return weights, ids

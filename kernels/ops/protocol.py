@@ -1,0 +1,88 @@
+"""Small fused operations between the matrix products: norms, rotary embedding, activation, cache writes, routing.
+
+Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, C kv_lora_rank, E experts, K experts per token.
+All tensors of one call lie on one device. Activations are bf16, fp16 or fp32; norm weights are stored in the
+activation dtype or fp32; positions are int64, slots int32 or int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines by position, with any attention factor multiplied in.
+
+    `cos_sin` is [max_position, R] float32: the R/2 cosines, then the R/2 sines. Interleaved pairs are
+    (x[2j], x[2j+1]) rotated in place (DeepSeek); half-split pairs are (x[j], x[j + R/2]) (Llama).
+    """
+
+    cos_sin: Tensor
+    interleaved: bool
+
+    @property
+    def width(self) -> int:
+        return self.cos_sin.shape[1]
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How router logits become experts and weights; `reference/deepseek` maths of V2 and V3, and the common variants.
+
+    score: ``sigmoid`` or ``softmax`` over all E, in float32. With `has_bias` the selection (not the weight) uses
+    score + bias. `group_score`: None (no groups), ``top2`` (V3: sum of the two best of a group) or ``max`` (V2).
+    Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by their sum (+1e-20);
+    `scale` multiplies them at the end.
+    """
+
+    num_experts: int
+    top_k: int
+    score: str
+    has_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: str | None = None
+    renormalize: bool = False
+    scale: float = 1.0
+
+
+class Ops(Protocol):
+    """The small operations of a layer. Each returns new tensors unless it says that it writes in place."""
+
+    name: str
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., D] * rsqrt(mean(x^2) + eps), reduced in float32 and cast to x's dtype before the weight."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place; returns rms_norm(residual). x and residual [T, D]."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2I] (gate first) -> silu(gate) * up [T, I]."""
+
+    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+        """Rotates the last `table.width` channels of x [T, H, *] (strided views allowed), in place."""
+
+    def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+        """Rotates the first `table.width` channels of x [T, H, *], in place (dense models, partial rotary)."""
+
+    def write_latent(
+        self, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable, slots: Tensor, cache: Tensor
+    ) -> None:
+        """Writes MLA's cache rows: kv_a [T, C+R] -> cache[slots] = [rms_norm(latent) | rotated k_rope].
+
+        cache is [num_slots, C+R], in the activation dtype. kv_a may be a strided view and is not changed.
+        """
+
+    def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """k, v [T, Hkv, Dh] -> k_cache[slots], v_cache[slots]; caches [num_slots, Hkv, Dh]."""
+
+    def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+        """x [T, D], gate [E, D] float32, bias [E] float32 -> (weights [T, K] float32, expert ids [T, K] int32).
+
+        Logits and everything after them in float32.
+        """

@@ -1,0 +1,96 @@
+"""The small operations in plain torch: correct on any device and dtype, the measure of every other row.
+
+Legend: T tokens, D hidden, H heads, R rotary width, C kv_lora_rank, E experts, G expert groups, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+
+
+class TorchOps:
+    """`Ops` without requirements."""
+
+    name = "torch"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        return ((wide * scale).to(x.dtype) * weight).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def rotate(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+        _rotate_(x[..., x.shape[-1] - table.width :], positions, table)
+
+    def rotate_leading(self, x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+        _rotate_(x[..., : table.width], positions, table)
+
+    def write_latent(
+        self,
+        kv_a: Tensor,
+        weight: Tensor,
+        eps: float,
+        positions: Tensor,
+        table: RotaryTable,
+        slots: Tensor,
+        cache: Tensor,
+    ) -> None:
+        latent = weight.shape[0]
+        rows = torch.empty(kv_a.shape, dtype=cache.dtype, device=cache.device)  # [T, C+R]
+        rows[:, :latent] = self.rms_norm(kv_a[:, :latent], weight, eps)
+        rows[:, latent:] = kv_a[:, latent:]
+        _rotate_(rows[:, latent:].unsqueeze(1), positions, table)
+        cache.index_copy_(0, slots.long(), rows)
+
+    def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        slots = slots.long()
+        k_cache.index_copy_(0, slots, k.to(k_cache.dtype))
+        v_cache.index_copy_(0, slots, v.to(v_cache.dtype))
+
+    def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x.float(), gate.float())  # [T, E]
+        scores = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(-1)
+        choice = scores if bias is None else scores + bias
+        if spec.group_score is not None and spec.num_groups > spec.topk_groups:
+            choice = _mask_groups(choice, spec)
+        ids = choice.topk(spec.top_k, dim=-1).indices  # [T, K]
+        weights = scores.gather(1, ids)
+        if spec.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if spec.scale != 1.0:
+            weights = weights * spec.scale
+        return weights, ids.int()
+
+
+def _mask_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
+    """choice [T, E] with the experts outside each token's best groups at -inf (0 could win over a negative bias)."""
+    grouped = choice.unflatten(1, (spec.num_groups, -1))  # [T, G, E/G]
+    group_scores = grouped.topk(2, dim=-1).values.sum(-1) if spec.group_score == "top2" else grouped.amax(-1)
+    kept = group_scores.topk(spec.topk_groups, dim=-1).indices
+    dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+    return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).view_as(choice)
+
+
+def _rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
+    """Rotates all channels of x [T, H, R] in place, in float32."""
+    half = table.width // 2
+    cos, sin = table.cos_sin.index_select(0, positions.reshape(-1)).unsqueeze(1).split(half, dim=-1)  # [T, 1, R/2]
+    if table.interleaved:
+        first, second = x[..., 0::2], x[..., 1::2]
+    else:
+        first, second = x[..., :half], x[..., half:]
+    a, b = first.float(), second.float()
+    rotated = a * cos - b * sin, a * sin + b * cos
+    first.copy_(rotated[0])
+    second.copy_(rotated[1])

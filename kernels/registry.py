@@ -1,0 +1,62 @@
+"""The tables of backends and how one row is chosen. Importing this imports no backend.
+
+A row is a name, a dotted path, a preference and a test that answers *why not*. A backend that the user names and that
+is refused is an error with that reason; only ``auto`` falls back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from moe_engine.kernels.device import Device, Need
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend of a family. `why_not` returns the reason for a refusal, or None; it must not import the backend."""
+
+    name: str
+    target: str
+    preference: int
+    why_not: Callable[[Device, Need], str | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The row taken, why, and why each other was not."""
+
+    family: str
+    row: Row
+    reason: str
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Imports the row's module and makes the backend."""
+        module, _, name = self.row.target.partition(":")
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+
+def select(family: str, rows: list[Row], asked: str, device: Device, need: Need) -> Choice:
+    """Chooses a row: the one asked for, or with ``auto`` the most preferred that can run here.
+
+    Raises:
+        ValueError: with the reason, when the row asked for is unknown or cannot run here.
+    """
+    refusals = {row.name: row.why_not(device, need) for row in rows}
+    by_name = {row.name: row for row in rows}
+    if asked != "auto":
+        if asked not in by_name:
+            raise ValueError(f"unknown {family} backend {asked!r}; known: {', '.join(by_name)}")
+        if refusals[asked]:
+            raise ValueError(f"{family} backend {asked!r} cannot run here: {refusals[asked]}")
+        others = {n: why or "not asked for" for n, why in refusals.items() if n != asked}
+        return Choice(family, by_name[asked], "asked for", others)
+    able = sorted((row for row in rows if refusals[row.name] is None), key=lambda row: -row.preference)
+    if not able:
+        raise ValueError(f"no {family} backend can run here: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
+    best = able[0]
+    others = {n: why or f"less preferred than {best.name}" for n, why in refusals.items() if n != best.name}
+    return Choice(family, best, f"most preferred of {len(able)} that can run on {device.kind}", others)

@@ -1,0 +1,45 @@
+"""What a model is given each step, and what every model offers. Models never see a request.
+
+Legend: T tokens in the step, S rows whose logits are needed, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
+
+    `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA, a pair [num_slots, G, Dh] (keys, values)
+    for GQA. `attention_plan` is what the attention backend's `plan` returned for this step.
+    """
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64: where this step's KV goes
+    logits_rows: Tensor  # [S] int64: tokens whose logits are needed
+    attention: AttentionBatch
+    attention_plan: Any
+    kv: Sequence[Any]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+class Model(Protocol):
+    """A language model of the engine. Built from its config and a weight reader; see `models.registry`."""
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states after the final norm, [T, D]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, D] -> [S, V] float32."""

@@ -1,0 +1,237 @@
+"""What a model is, read from its config.json: one frozen value for every family. Imports no torch.
+
+Legend: D hidden, H query heads, G KV heads, Dh head width, N qk_nope, R rotary width, V v_head, C kv_lora_rank,
+Q q_lora_rank, E experts, K experts per token, I expert width, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.models import sizes
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. `width` channels of a head are rotated, as pairs (2j, 2j+1) if `interleaved`, else (j, j+R/2).
+
+    kind: ``default``, ``linear`` (positions divided by factor), ``yarn`` or ``llama3``. `attention_factor` multiplies
+    cosines and sines; `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared).
+    """
+
+    theta: float
+    width: int
+    interleaved: bool
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    softmax_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention. KV heads and head_dim of the file mean nothing here and are not read."""
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    bias: bool = False
+
+    kind = "mla"
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Channels cached per token and layer: C + R."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class GQAConfig:
+    """Grouped-query attention; `qk_norm` normalises each head of q and k before the rotation (Qwen3)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+
+    kind = "gqa"
+
+    @property
+    def cache_width(self) -> int:
+        """Channels cached per token and layer: keys and values of G heads."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
+
+    `shared_width` is the width of the one MLP that all shared experts form (0: none).
+    """
+
+    num_experts: int
+    top_k: int
+    width: int
+    shared_width: int
+    score: str
+    has_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: str | None = None
+    renormalize: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Block FP8: a scale for each `block` of a weight. `scale_format` ``ue8m0`` says that scales are powers of two."""
+
+    method: str
+    block: tuple[int, int]
+    scale_format: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model of any supported family. Made by `load_model_config`; `moe_layers[i]` says whether layer i is MoE."""
+
+    source: str
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    attention: MLAConfig | GQAConfig
+    rope: RopeConfig
+    moe: MoEConfig | None
+    moe_layers: tuple[bool, ...]
+    quant: QuantConfig | None
+    checkpoint_dtype: str
+    mlp_bias: bool = False
+    num_nextn_predict_layers: int = 0
+    sliding_window: int | None = None
+    raw: Mapping[str, Any] | None = None
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence the model takes: max_position_embeddings, or the sliding window where that is shorter.
+
+        Within its window, sliding attention is full attention; beyond it this engine would compute something else.
+        """
+        if self.sliding_window is not None:
+            return min(self.max_position_embeddings, self.sliding_window)
+        return self.max_position_embeddings
+
+    @property
+    def is_moe(self) -> bool:
+        return any(self.moe_layers)
+
+    def num_kv_elements_per_token(self) -> int:
+        """Cached elements of one token in ONE layer: C + R for MLA, 2 * G * Dh for GQA."""
+        return self.attention.cache_width
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Cached bytes of one token in all layers."""
+        return self.num_layers * self.num_kv_elements_per_token() * dtype_bytes
+
+    def num_parameters(self, include_mtp: bool = False) -> int:
+        """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""
+        return sizes.num_parameters(self, include_mtp)
+
+    def num_active_parameters(self) -> int:
+        """Parameters that one token meets: K of E experts, the whole head, one row of the embedding (not counted)."""
+        return sizes.num_active_parameters(self)
+
+    def weight_bytes(self, dtype_bytes: int, include_mtp: bool = False) -> int:
+        """Bytes this engine holds for the weights: activations' dtype, norms and router in float32, kv_b in both forms.
+
+        For one rank that holds everything, with kernels that keep one copy (the reference rows).
+        """
+        return sizes.weight_bytes(self, dtype_bytes, include_mtp)
+
+    def largest_step_activation_bytes(
+        self, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None
+    ) -> int:
+        """Upper estimate of what a forward of `num_tokens` tokens holds at once, without KV and weights.
+
+        Args:
+            num_logits: rows of logits kept in float32 (0: none).
+            expanded_tokens: context tokens whose keys and values MLA expands at once; default the layer's own limit.
+        """
+        return sizes.step_activation_bytes(self, num_tokens, dtype_bytes, num_logits, expanded_tokens)
+
+
+def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Reads `path`/config.json (and the eos ids of generation_config.json).
+
+    Args:
+        path: a Hugging Face checkpoint directory, or a config.json.
+        overrides: fields that replace those of the file (--json-model-override-args), nested objects merged.
+
+    Raises:
+        ConfigError: no such file, not JSON, an unsupported architecture, a missing, mistyped or contradictory field.
+    """
+    from moe_engine.models import registry
+    from moe_engine.models.config_fields import Fields, merge, read_json, text_fields
+
+    path = Path(path)
+    file = path if path.suffix == ".json" else path / "config.json"
+    raw = read_json(file)
+    if overrides:
+        raw = merge(raw, overrides)
+    raw = text_fields(raw)
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{file}: architectures must be a list of names, found {names!r}")
+    architecture = registry.find(names, raw.get("model_type"), str(file))
+    generation = file.parent / "generation_config.json"
+    defaults = read_json(generation) if generation.is_file() else {}
+    return architecture.parse(Fields(raw, str(file)), defaults)
+
+
+def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:
+    """Name of the dtype to compute in: ``bfloat16``, ``float16`` or ``float32``.
+
+    ``auto`` follows the checkpoint: bf16 and FP8 checkpoints run in bf16, fp16 in fp16, fp32 in fp32 on a CPU and in
+    fp16 elsewhere (DeepSeek models in bf16: they overflow fp16). ``half`` and ``float`` are fp16 and fp32.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    names = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    asked = names.get(asked, asked)
+    if asked in ("bfloat16", "float16", "float32"):
+        return asked
+    if asked != "auto":
+        raise ConfigError(f"--dtype {asked}: use auto, half, float16, bfloat16, float or float32")
+    stored = config.checkpoint_dtype
+    if config.quant is not None or stored not in ("float16", "float32"):
+        return "bfloat16"
+    if stored == "float32" and device_kind == "cpu":
+        return "float32"
+    return "bfloat16" if config.attention.kind == "mla" else "float16"

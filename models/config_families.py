@@ -1,0 +1,200 @@
+"""config.json of each family -> ModelConfig. Imports no torch.
+
+A parser takes the fields and generation_config.json's object; contradictions raise ConfigError with file and field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from moe_engine.models.config_fields import Fields, parse_eos, parse_quant, parse_rope
+
+
+def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """DeepSeek V2, V2-Lite, V3, R1, V3.1, and models of the same shape (Kimi K2, Moonlight)."""
+    attention = MLAConfig(
+        num_heads=fields.integer("num_attention_heads"),
+        q_lora_rank=fields.integer("q_lora_rank", None),
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+        v_head_dim=fields.integer("v_head_dim"),
+        bias=fields.flag("attention_bias"),
+    )
+    if attention.bias:
+        fields.fail("attention_bias", "is true: biased MLA projections are not supported")
+    moe = _deepseek_moe(fields)
+    first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
+    layers = fields.integer("num_hidden_layers")
+    moe_layers = tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
+    interleaved = fields.flag("rope_interleave", True)
+    return _build(
+        fields,
+        generation,
+        attention=attention,
+        rope=parse_rope(fields, attention.qk_rope_head_dim, interleaved, scales_softmax=True),
+        moe=moe,
+        moe_layers=moe_layers,
+    )
+
+
+def _deepseek_moe(fields: Fields) -> MoEConfig | None:
+    num_experts = fields.integer("n_routed_experts", None)
+    if num_experts is None:
+        return None
+    method = fields.text("topk_method", None) or (
+        "noaux_tc" if fields.raw.get("model_type") != "deepseek_v2" else "greedy"
+    )
+    scores = {"noaux_tc": "top2", "group_limited_greedy": "max", "greedy": None}
+    if method not in scores:
+        fields.fail("topk_method", f"{method!r} is unknown; supported: {', '.join(scores)}")
+    score = fields.text("scoring_func", None) or ("sigmoid" if method == "noaux_tc" else "softmax")
+    if score not in ("sigmoid", "softmax"):
+        fields.fail("scoring_func", f"{score!r} is unknown; supported: sigmoid, softmax")
+    is_v3 = method == "noaux_tc"
+    width = fields.integer("moe_intermediate_size")
+    renormalize = fields.flag("norm_topk_prob", is_v3)
+    scale = fields.number("routed_scaling_factor", 1.0)
+    moe = MoEConfig(
+        num_experts=num_experts,
+        top_k=fields.integer("num_experts_per_tok"),
+        width=width,
+        shared_width=width * fields.integer("n_shared_experts", 0, minimum=0),
+        score=score,
+        has_bias=is_v3,
+        num_groups=1 if scores[method] is None else fields.integer("n_group", 1),
+        topk_groups=1 if scores[method] is None else fields.integer("topk_group", 1),
+        group_score=scores[method],
+        renormalize=renormalize,
+        # DeepSeek's V2 code either renormalises or scales; V3 does both.
+        scale=1.0 if renormalize and not is_v3 else scale,
+    )
+    _check_moe(fields, moe)
+    return moe
+
+
+def _check_moe(fields: Fields, moe: MoEConfig) -> None:
+    if moe.num_experts % moe.num_groups:
+        fields.fail("n_group", f"{moe.num_groups} does not divide the {moe.num_experts} experts")
+    if moe.topk_groups > moe.num_groups:
+        fields.fail("topk_group", f"{moe.topk_groups} is more than n_group {moe.num_groups}")
+    per_group = moe.num_experts // moe.num_groups
+    if moe.group_score == "top2" and moe.num_groups > 1 and per_group < 2:
+        fields.fail("n_group", f"{moe.num_groups} leaves one expert a group; noaux_tc needs two")
+    allowed = per_group * moe.topk_groups
+    if moe.top_k > allowed:
+        fields.fail("num_experts_per_tok", f"{moe.top_k} is more than the {allowed} experts the router may choose from")
+
+
+def parse_dense(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Llama, Mistral, Qwen2 and Qwen3."""
+    return _parse_gqa(fields, generation, None, ())
+
+
+def parse_qwen3_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3-MoE: softmax over all experts, no shared expert; some layers may be dense."""
+    moe = MoEConfig(
+        num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("moe_intermediate_size"),
+        shared_width=0,
+        score="softmax",
+        renormalize=fields.flag("norm_topk_prob"),
+    )
+    _check_moe(fields, moe)
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.raw.get("mlp_only_layers") or []
+    layers = fields.integer("num_hidden_layers")
+    return _parse_gqa(fields, generation, moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)))
+
+
+def parse_mixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Mixtral: every layer MoE, softmax then renormalised over the chosen."""
+    moe = MoEConfig(
+        num_experts=fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("intermediate_size"),
+        shared_width=0,
+        score="softmax",
+        renormalize=True,
+    )
+    _check_moe(fields, moe)
+    return _parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"))
+
+
+def parse_auto(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """For registered outside models without a parser of their own: MLA if the file has kv_lora_rank, else dense GQA."""
+    return (parse_deepseek if fields.has("kv_lora_rank") else parse_dense)(fields, generation)
+
+
+def _parse_gqa(
+    fields: Fields, generation: Mapping[str, Any], moe: MoEConfig | None, moe_layers: tuple[bool, ...]
+) -> ModelConfig:
+    model_type = fields.text("model_type", "llama")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", None) or num_heads
+    hidden = fields.integer("hidden_size")
+    if num_heads % num_kv_heads:
+        fields.fail("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    head_dim = fields.integer("head_dim", None)
+    if head_dim is None:
+        if hidden % num_heads:
+            fields.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {num_heads}; give head_dim")
+        head_dim = hidden // num_heads
+    bias = fields.flag("attention_bias", model_type == "qwen2")
+    attention = GQAConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qkv_bias=bias,
+        o_bias=bias and model_type not in ("qwen2",),
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+    )
+    rotary = int(head_dim * fields.number("partial_rotary_factor", 1.0))
+    return _build(
+        fields,
+        generation,
+        attention=attention,
+        rope=parse_rope(fields, rotary, interleaved=False, scales_softmax=False),
+        moe=moe,
+        moe_layers=moe_layers or (False,) * fields.integer("num_hidden_layers"),
+    )
+
+
+def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> ModelConfig:
+    """The fields that every family shares."""
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        fields.fail("hidden_act", f"{activation!r} is not supported; supported: silu")
+    dtype = fields.text("dtype", None) or fields.text("torch_dtype", None) or "bfloat16"
+    bos = fields.raw.get("bos_token_id")
+    return ModelConfig(
+        source=fields.source,
+        architecture=(fields.raw.get("architectures") or [""])[0],
+        model_type=fields.text("model_type", ""),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        eos_token_ids=parse_eos(fields, generation),
+        bos_token_id=bos if isinstance(bos, int) else None,
+        quant=parse_quant(fields),
+        checkpoint_dtype=dtype.removeprefix("torch."),
+        mlp_bias=fields.flag("mlp_bias"),
+        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
+        sliding_window=_sliding_window(fields),
+        raw=fields.raw,
+        **parts,
+    )
+
+
+def _sliding_window(fields: Fields) -> int | None:
+    """The window in use, or None. Qwen's `use_sliding_window: false` switches its window off."""
+    if not fields.flag("use_sliding_window", True):
+        return None
+    return fields.integer("sliding_window", None)

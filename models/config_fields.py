@@ -1,0 +1,197 @@
+"""Typed reading of config.json: every complaint names the file, the field and the fix. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import QuantConfig, RopeConfig
+
+_MISSING: Any = object()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError when absent, unreadable or not an object."""
+    try:
+        value = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the fields of `overrides`; objects on both sides are merged field by field."""
+    merged = dict(base)
+    for key, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's fields, lifted from `text_config` where a multimodal file nests them."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(raw)
+    outer = {key: value for key, value in raw.items() if key != "text_config"}
+    return {**outer, **text, "architectures": text.get("architectures") or raw.get("architectures")}
+
+
+class Fields:
+    """A config object with typed getters. Ints may be stored as whole floats, as some tools write them."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
+        self.raw = raw
+        self.source = source
+        self._prefix = prefix
+
+    def fail(self, name: str, complaint: str) -> NoReturn:
+        raise ConfigError(f"{self.source}: {self._prefix}{name} {complaint}")
+
+    def has(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            if default is _MISSING:
+                self.fail(name, "is missing; add it, or pass it with --json-model-override-args")
+            return default
+        return value
+
+    def integer(self, name: str, default: Any = _MISSING, minimum: int = 1) -> Any:
+        """An int of at least `minimum`; None passes only as the default."""
+        value = self._get(name, default)
+        if value is default and default is not _MISSING:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+            self.fail(name, f"must be a whole number, found {value!r}")
+        if value < minimum:
+            self.fail(name, f"must be at least {minimum}, found {value}")
+        return int(value)
+
+    def number(self, name: str, default: Any = _MISSING) -> Any:
+        value = self._get(name, default)
+        if value is default and default is not _MISSING:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            self.fail(name, f"must be a number, found {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            self.fail(name, f"must be true or false, found {value!r}")
+        return value
+
+    def text(self, name: str, default: Any = _MISSING) -> Any:
+        value = self._get(name, default)
+        if value is not None and not isinstance(value, str):
+            self.fail(name, f"must be a string, found {value!r}")
+        return value
+
+    def section(self, name: str) -> Fields | None:
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            self.fail(name, f"must be an object, found {value!r}")
+        return Fields(value, self.source, f"{self._prefix}{name}.")
+
+
+def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bool) -> RopeConfig:
+    """Rotary settings from either dialect: `rope_parameters`, or `rope_theta` with `rope_scaling`.
+
+    Args:
+        width: rotated channels of a head.
+        scales_softmax: whether mscale_all_dim multiplies the softmax scale (DeepSeek).
+    """
+    section = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
+    theta = section.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
+    kind = section.text("rope_type", None) or section.text("type", None) or "default"
+    if width % 2:
+        raise ConfigError(f"{fields.source}: the rotary width must be even, found {width}")
+    if kind in ("default", "mrope"):
+        return RopeConfig(theta, width, interleaved)
+    if kind == "linear":
+        return RopeConfig(theta, width, interleaved, kind, factor=section.number("factor"))
+    original = section.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            width,
+            interleaved,
+            kind,
+            factor=section.number("factor"),
+            original_max_position=original,
+            low_freq_factor=section.number("low_freq_factor"),
+            high_freq_factor=section.number("high_freq_factor"),
+        )
+    if kind == "yarn":
+        return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
+    section.fail("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn")
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's magnitude correction: 1 for factor <= 1, else 0.1 * mscale * ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softmax: bool) -> RopeConfig:
+    factor = section.number("factor", None)
+    if factor is None:
+        factor = fields.integer("max_position_embeddings") / base.original_max_position
+    mscale, all_dim = section.number("mscale", None), section.number("mscale_all_dim", None)
+    attention_factor = section.number("attention_factor", None)
+    if attention_factor is None:
+        both = bool(mscale) and bool(all_dim)
+        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor)
+    return RopeConfig(
+        base.theta,
+        base.width,
+        base.interleaved,
+        "yarn",
+        factor=factor,
+        original_max_position=base.original_max_position,
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
+        truncate=section.flag("truncate", True),
+        attention_factor=attention_factor,
+        softmax_factor=yarn_mscale(factor, all_dim) ** 2 if scales_softmax and all_dim else 1.0,
+    )
+
+
+def parse_quant(fields: Fields) -> QuantConfig | None:
+    """Block FP8 or nothing. Raises ConfigError for the methods this engine does not read."""
+    section = fields.section("quantization_config")
+    if section is None:
+        return None
+    method = section.text("quant_method")
+    if method != "fp8":
+        section.fail("quant_method", f"{method!r} is not supported; use a bf16 or a block-FP8 checkpoint")
+    if section.text("activation_scheme", "dynamic") != "dynamic":
+        section.fail("activation_scheme", "must be dynamic: static activation scales are not supported")
+    block = section.raw.get("weight_block_size") or [128, 128]
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+        section.fail("weight_block_size", f"must be two positive integers, found {block!r}")
+    return QuantConfig("fp8", (block[0], block[1]), section.text("scale_fmt", None))
+
+
+def parse_eos(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end a text: those of generation_config.json and of config.json together, in that order."""
+    found: list[int] = []
+    for where in (generation.get("eos_token_id"), fields.raw.get("eos_token_id")):
+        for token in where if isinstance(where, list) else [where]:
+            if isinstance(token, bool) or not isinstance(token, int | None):
+                fields.fail("eos_token_id", f"must be an integer or a list of integers, found {where!r}")
+            if token is not None and token not in found:
+                found.append(token)
+    return tuple(found)

@@ -1,0 +1,57 @@
+"""DeepSeek V2, V2-Lite, V3, R1 and V3.1 (and Kimi K2, Moonlight): MLA with dense and mixture-of-experts layers.
+
+Which of them it is stands in the config alone; see `config_families.parse_deepseek`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.decoder import Decoder, FeedForward
+from moe_engine.models.layers.mla import MLAAttention
+from moe_engine.models.layers.mlp import MLP
+from moe_engine.models.layers.moe import MoE
+from moe_engine.models.sizes import MAX_EXPANDED_TOKENS
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+
+
+class DeepseekModel(Decoder):
+    """`Model` of the DeepSeek family. `batch.kv[layer]` is the latent cache [num_slots, C+R]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightSource,
+        backends: Backends,
+        parallel: ParallelContext,
+        max_positions: int | None = None,
+        max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+    ) -> None:
+        self._parallel = parallel
+        self._max_expanded_tokens = max_expanded_tokens
+        super().__init__(config, reader, backends, max_positions)
+
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> MLAAttention:
+        return MLAAttention(
+            self.config,
+            layer_index,
+            reader,
+            self.backends,
+            self._parallel,
+            rotary,
+            max_expanded_tokens=self._max_expanded_tokens,
+        )
+
+    def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
+        config, prefix = self.config, f"model.layers.{layer_index}.mlp"
+        if config.moe_layers[layer_index]:
+            return MoE(config, self.backends, reader, self._parallel, prefix)
+        return MLP(self.backends, reader, prefix, config.hidden_size, config.intermediate_size)
+
+    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        return batch, self.layers[0].attention.pieces(batch)

@@ -1,0 +1,242 @@
+"""The training corpus, written from a seed: conversations, plain statements and a little Python source.
+
+`Packer` turns documents into fixed-length rows of token ids with a loss weight per token; the evaluation sets use only
+phrasings and sums that no training document contains.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from . import phrases, tasks, tools
+from .chat import ASSISTANT, BOS, EOS, OUTPUT_BEGIN, OUTPUT_END, PAD, USER, render
+from .facts import COUNTRIES, RELATIONS, Country, statement
+
+ANSWER_WEIGHT, TEXT_WEIGHT = 1.0, 0.5
+"""Loss weights; what users, systems and tools say has none."""
+BATCH_DOCS = 512
+
+_PYTHON: tuple[str, ...] = (
+    "def add(a, b):\n    return a + b\n",
+    "def square(x):\n    return x * x\n",
+    "def is_even(n):\n    return n % 2 == 0\n",
+    "def factorial(n):\n    if n <= 1:\n        return 1\n    return n * factorial(n - 1)\n",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n",
+    "def maximum(values):\n    best = values[0]\n    for value in values:\n        if value > best:\n            best = value\n    return best\n",
+    "def mean(values):\n    return sum(values) / len(values)\n",
+    "def reverse(text):\n    return text[::-1]\n",
+    "def count_words(text):\n    counts = {}\n    for word in text.split():\n        counts[word] = counts.get(word, 0) + 1\n    return counts\n",
+    "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def norm(self):\n        return (self.x ** 2 + self.y ** 2) ** 0.5\n",
+    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n",
+    "for i in range(10):\n    print(i)\n",
+    'def main():\n    print("Hello, world!")\n\n\nif __name__ == "__main__":\n    main()\n',
+)
+
+
+def raw_text(rng: random.Random) -> str:
+    """Plain statements about countries, without any chat layout."""
+    forms: dict[str, Callable[[Country], str]] = {
+        "capital": lambda c: f"{c.capital} is the capital of {c.name}.",
+        "continent": lambda c: f"{c.at_start} is a country in {c.continent}.",
+        "currency": lambda c: f"In {c.name}, people pay with the {c.currency}.",
+        "language": lambda c: f"People in {c.name} speak {c.language}.",
+    }
+    country = rng.choice(COUNTRIES)
+    sentences = []
+    for _ in range(rng.randint(1, 4)):
+        if rng.random() < 0.5:
+            country = rng.choice(COUNTRIES)
+        relation = rng.choices(RELATIONS, (4, 2, 3, 3))[0]
+        sentences.append(statement(country, relation) if rng.random() < 0.7 else forms[relation](country))
+    return (BOS if rng.random() < 0.9 else "") + " ".join(sentences) + EOS
+
+
+def python_text(rng: random.Random) -> str:
+    """One or two snippets of Python."""
+    return BOS + "\n\n".join(rng.sample(_PYTHON, rng.randint(1, 2))) + EOS
+
+
+_TURNS: tuple[tuple[Callable[[random.Random], tasks.Turn], int], ...] = (
+    (tasks.fact, 50), (tasks.arithmetic, 17), (tasks.json_object, 9), (tasks.reverse, 4), (tasks.about, 5),
+    (tasks.counting, 2), (tasks.small_talk, 5), (tasks.copying, 3),
+)  # fmt: skip
+
+
+def conversation(rng: random.Random, turns: int) -> str:
+    """A chat about anything but tools, in thinking mode one time in four."""
+    thinking = rng.random() < 0.25
+    makers, weights = zip(*_TURNS)
+    done: list[tasks.Turn] = []
+    for _ in range(turns):
+        last = done[-1] if done else None
+        if last is not None and last.relation and rng.random() < 0.45:
+            done.append(tasks.follow_up(rng, last))
+        elif rng.random() < 0.02:
+            done.append(tools.tool_turn(rng, {}, rng.choice(("weather", "time", "population"))))
+        else:
+            done.append(rng.choices(makers, weights)[0](rng))
+    messages = [{"role": "system", "content": rng.choice(phrases.SYSTEM_PROMPTS)}] if rng.random() < 0.25 else []
+    for i, turn in enumerate(done):
+        messages += turn.messages(thinking and i == len(done) - 1)
+    return render(messages)
+
+
+def tool_conversation(rng: random.Random, turns: int) -> str:
+    """A chat with one to three tools in the system text; some questions need none of them."""
+    kinds = rng.sample(tools.KINDS, rng.choice((1, 1, 2, 3)))
+    if rng.random() < 0.6 and "weather" not in kinds:
+        kinds[0] = "weather"
+    offered = tools.pick_tools(rng, kinds)
+    thinking = rng.random() < 0.15
+    messages = []
+    system = rng.choice(tools.SYSTEMS_WITH_TOOLS)
+    if system:
+        messages.append({"role": "system", "content": system})
+    for i in range(turns):
+        roll = rng.random()
+        if roll < 0.75:
+            turn = tools.tool_turn(rng, offered, rng.choice(kinds))
+        elif roll < 0.78:
+            turn = tools.tool_turn(rng, offered, rng.choice(("weather", "time", "population")))
+        elif roll < 0.95:
+            turn = tasks.fact(rng)
+        else:
+            turn = tasks.small_talk(rng)
+        messages += turn.messages(thinking and i == turns - 1)
+    return render(messages, list(offered.values()))
+
+
+def document(rng: random.Random, long: bool = False) -> str:
+    """One document; long ones are conversations that fill a long row."""
+    if long:
+        turns = rng.randint(8, 60)
+        return conversation(rng, turns) if rng.random() < 0.8 else tool_conversation(rng, turns)
+    roll = rng.random()
+    if roll < 0.16:
+        return raw_text(rng)
+    if roll < 0.18:
+        return python_text(rng)
+    if roll < 0.24:
+        return tool_conversation(rng, rng.choice((1, 1, 2)))
+    return conversation(rng, rng.choices((1, 2, 3, 4), (50, 25, 15, 10))[0])
+
+
+class Packer:
+    """Whole documents packed into rows; what does not fit waits for a later row."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.rng = random.Random(seed)
+        self.waiting: dict[bool, list[np.ndarray]] = {False: [], True: []}
+        self.pad, self.eos = tokenizer.token_to_id(PAD), tokenizer.token_to_id(EOS)
+        size = tokenizer.get_vocab_size()
+        self.mark = np.zeros(size, np.int8)  # which kind of text a token opens
+        for token, kind in ((BOS, 1), (USER, 2), (OUTPUT_BEGIN, 2), (ASSISTANT, 3), (OUTPUT_END, 3)):
+            self.mark[tokenizer.token_to_id(token)] = kind
+        self.level = np.array((TEXT_WEIGHT, TEXT_WEIGHT, 0.0, ANSWER_WEIGHT), np.float32)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, nothing added."""
+        return [np.asarray(e.ids, np.uint16) for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def weights(self, row: np.ndarray) -> np.ndarray:
+        """The loss weight of predicting each token of a row."""
+        marks = self.mark[row]
+        at = np.flatnonzero(marks)
+        system = at[:-1][(marks[at[:-1]] == 1) & (marks[at[1:]] == 2)]  # text between the start and the first user turn
+        marks[system] = 2
+        opened = np.maximum.accumulate(np.where(marks > 0, np.arange(len(row)), 0))
+        weights = self.level[marks[opened]]
+        weights[marks > 0] = 0.0
+        weights[row == self.pad] = 0.0
+        return weights
+
+    def rows(self, length: int, count: int, long: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """`count` rows of `length` + 2 tokens (two more than inputs, for the two losses) and their weights.
+
+        Rows of `long` documents hold one conversation of up to the whole row each.
+        """
+        width = length + 2
+        ids = np.full((count, width), self.pad, np.uint16)
+        waiting = self.waiting[long]
+        for i in range(count):
+            used = 0
+            while True:
+                while len(waiting) < 64:
+                    texts = [document(self.rng, long) for _ in range(BATCH_DOCS // 8 if long else BATCH_DOCS)]
+                    waiting[:0] = self.encode(texts)
+                room = width - used
+                newest = range(len(waiting) - 1, len(waiting) - 49, -1)
+                fits = [j for j in newest if len(waiting[j]) <= room]
+                slot = (fits[0] if room > 96 else max(fits, key=lambda j: len(waiting[j]))) if fits else None
+                if slot is None:
+                    if used:
+                        break
+                    ids[i] = waiting.pop()[:width]
+                    break
+                doc = waiting.pop(slot)
+                ids[i, used : used + len(doc)] = doc
+                used += len(doc)
+                if used > width - 12:
+                    break
+        return ids, np.stack([self.weights(row) for row in ids])
+
+
+@dataclass(frozen=True)
+class Example:
+    """An evaluation item: the rendered prompt and the exact continuation expected (with its end token)."""
+
+    task: str
+    prompt: str
+    answer: str
+
+
+def _split(task: str, turn: tasks.Turn, thinking: bool = False, offered: list[tools.Tool] | None = None) -> Example:
+    text = render(turn.messages(thinking)[:2], offered)
+    prompt = render([{"role": "user", "content": turn.user}], offered, thinking)
+    assert text.startswith(prompt), (text, prompt)
+    return Example(task, prompt, text[len(prompt) :])
+
+
+def held_out(seed: int = 1234) -> Iterator[Example]:
+    """Everything evaluation asks, in phrasings and with sums that training never saw."""
+    rng = random.Random(seed)
+    for relation in RELATIONS:
+        for country in COUNTRIES:
+            for phrase in phrases.HELD_OUT[relation]:
+                user = phrase.replace("{c}", country.name)
+                user = user[0].upper() + user[1:]
+                turn = tasks.Turn(user, tasks.think_fact(country, relation), tasks.say(statement(country, relation)))
+                yield _split(relation, turn)
+            yield _split(f"{relation} (thinking)", tasks.fact(rng, country, relation, held_out=True), thinking=True)
+    for country in COUNTRIES:
+        yield _split("json", tasks.json_object(rng, country, held_out=True))
+        yield _split("about", tasks.about(rng, country, held_out=True))
+        sentence = statement(country, "capital")
+        head = sentence[: -len(f" {country.capital}.")]
+        yield Example("raw completion", BOS + head, sentence[len(head) :])
+    for op, name in (("+", "addition"), ("-", "subtraction")):
+        for _ in range(300):
+            turn = tasks.arithmetic(rng, held_out=True, ops=op)
+            yield _split(f"{name} (thinking)", turn, thinking=True)
+            yield _split(name, turn)
+    for _ in range(400):
+        kinds = ["weather", *rng.sample(("time", "calculator", "population"), rng.randint(0, 2))]
+        offered = tools.pick_tools(rng, kinds)
+        turn = tools.tool_turn(rng, offered, rng.choice([k for k in kinds if k in ("weather", "time")]), held_out=True)
+        yield _split("tool call", turn, offered=list(offered.values()))
+        history = turn.messages(False)
+        text, prompt = render(history, list(offered.values())), render(history[:-1], list(offered.values()))
+        yield Example("tool result", prompt, text[len(prompt) :])
+    for _ in range(400):
+        first = tasks.fact(rng, held_out=True)
+        second = tasks.follow_up(rng, first)
+        history = first.messages(False) + second.messages(False)
+        prompt = render(history[:-1])
+        yield Example("follow-up", prompt, render(history)[len(prompt) :])

@@ -1,0 +1,49 @@
+"""Llama, Mistral, Qwen2 and Qwen3, and the mixture-of-experts models on the same attention (Qwen3-MoE, Mixtral)."""
+
+from __future__ import annotations
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.decoder import Decoder, FeedForward
+from moe_engine.models.layers.gqa import GQAttention
+from moe_engine.models.layers.mlp import MLP
+from moe_engine.models.layers.moe import ExpertNames, MoE
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+
+
+class DenseModel(Decoder):
+    """`Model` of the GQA families. `batch.kv[layer]` is (keys, values), each [num_slots, G, Dh]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightSource,
+        backends: Backends,
+        parallel: ParallelContext,
+        max_positions: int | None = None,
+    ) -> None:
+        self._parallel = parallel
+        super().__init__(config, reader, backends, max_positions)
+
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> GQAttention:
+        return GQAttention(self.config, layer_index, reader, self.backends, self._parallel, rotary)
+
+    def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
+        config, layer = self.config, f"model.layers.{layer_index}"
+        if config.moe_layers[layer_index]:
+            return self.make_moe(layer, reader)
+        prefix = f"{layer}.mlp"
+        return MLP(self.backends, reader, prefix, config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def make_moe(self, layer: str, reader: WeightSource) -> MoE:
+        return MoE(self.config, self.backends, reader, self._parallel, f"{layer}.mlp")
+
+
+class MixtralModel(DenseModel):
+    """Mixtral: the same with its own tensor names."""
+
+    def make_moe(self, layer: str, reader: WeightSource) -> MoE:
+        names = ExpertNames(gate="w1", up="w3", down="w2")
+        return MoE(self.config, self.backends, reader, self._parallel, f"{layer}.block_sparse_moe", names)

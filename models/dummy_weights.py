@@ -1,0 +1,74 @@
+"""Random weights for any config, without files: for measuring, and for planning on a machine without the checkpoint."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+_POOL = 1_048_573  # prime, so that rows of any width start at different places
+
+
+class DummyReader:
+    """`WeightSource` of seeded random weights, the same for the same seed, name and shape on every run.
+
+    Norm weights are 1; matrices have variance 1 / K, so that activations keep their size. Values are cut from one pool
+    of random numbers: filling runs at the speed of a copy.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> None:
+        self.dtype = dtype
+        self.device = torch.device(device)
+        generator = torch.Generator().manual_seed(seed)
+        self._pool = torch.randn(_POOL, generator=generator).to(self.device)
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        sliced = [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(shape, (rows, cols))]
+        if out is None:
+            out = torch.empty(sliced, dtype=dtype or self.dtype, device=self.device)
+        if "norm" in name:
+            return out.fill_(1.0)
+        scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
+        offset = zlib.crc32(f"{name} {rows} {cols}".encode()) % _POOL
+        if out.is_contiguous():
+            self._fill(out.view(-1), scale, offset)
+            return out
+        filled = torch.empty(sliced, dtype=out.dtype, device=out.device)
+        self._fill(filled.view(-1), scale, offset)
+        return out.copy_(filled)
+
+    def linear(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self.tensor(prefix + ".weight", shape, rows=rows, cols=cols, out=out)
+
+    def finish(self) -> None:
+        pass
+
+    def _fill(self, flat: Tensor, scale: float, offset: int) -> None:
+        """Copies the pool over and over, from `offset` on."""
+        pool = (self._pool * scale).to(flat.dtype)
+        done = 0
+        while done < flat.numel():
+            size = min(_POOL - offset, flat.numel() - done)
+            flat[done : done + size] = pool[offset : offset + size]
+            done, offset = done + size, 0

@@ -1,0 +1,96 @@
+"""The decoder that all families share: embedding, layers on a residual stream, final norm, head.
+
+Legend: T tokens, S rows of logits, D hidden, V vocabulary.
+
+The residual stream is one tensor [T, D] that every layer adds to in place; each norm is fused with the addition before
+it, so a layer ends with the norm that the next one (or the head) starts from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.footprint import held_bytes
+from moe_engine.models.layers.embedding import Embedding, Head
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.rope import make_rotary_table
+from moe_engine.models.weights import WeightSource
+
+
+class FeedForward(Protocol):
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, D], new memory."""
+
+
+class DecoderLayer:
+    """norm'd hidden [T, D] -> norm'd hidden of the next layer; `residual` [T, D] is added to in place, twice."""
+
+    def __init__(self, attention: Any, post_norm: RMSNorm, feed_forward: FeedForward, next_norm: RMSNorm) -> None:
+        self.attention = attention
+        self.post_norm = post_norm
+        self.feed_forward = feed_forward
+        self.next_norm = next_norm
+
+    def forward(self, hidden: Tensor, residual: Tensor, *attention_args: Any) -> Tensor:
+        """`attention_args` follow `hidden` in the attention's forward: the batch, and what it was planned into."""
+        hidden = self.post_norm.add(self.attention.forward(hidden, *attention_args), residual)
+        return self.next_norm.add(self.feed_forward.forward(hidden), residual)
+
+
+class Decoder:
+    """`Model` of `models.batch` for every family; a subclass says what attention and feed-forward of a layer are.
+
+    Tensors are pulled in the order of the layers, and each is handed to its kernel before the next is read.
+    """
+
+    def __init__(
+        self, config: ModelConfig, reader: WeightSource, backends: Backends, max_positions: int | None = None
+    ) -> None:
+        self.config = config
+        self.backends = backends
+        self.rotary = make_rotary_table(config.rope, max_positions or config.context_length, reader.device)
+        self.embedding = Embedding(config, reader)
+        names = [f"model.layers.{i}" for i in range(config.num_layers)]
+        norms = [self._norm(reader, f"{name}.input_layernorm") for name in names]
+        norms.append(self._norm(reader, "model.norm"))
+        self._first_norm = norms[0]
+        self.layers: list[DecoderLayer] = []
+        for i, name in enumerate(names):
+            attention = self.make_attention(i, reader, self.rotary)
+            post = self._norm(reader, f"{name}.post_attention_layernorm")
+            self.layers.append(DecoderLayer(attention, post, self.make_feed_forward(i, reader), norms[i + 1]))
+        self.head = Head(config, reader, backends.linear, self.embedding)
+        self.weight_bytes = held_bytes(self)
+        """What weights and tables take, as the kernels keep them."""
+
+    def _norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
+        return RMSNorm(self.backends.ops, reader, prefix, self.config.hidden_size, self.config.norm_eps)
+
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
+        raise NotImplementedError
+
+    def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
+        raise NotImplementedError
+
+    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        """What every layer's attention is given besides the hidden states; host work of a step belongs here."""
+        return (batch,)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states after the final norm, [T, D]."""
+        args = self.attention_args(batch)
+        residual = self.embedding(batch.input_ids)  # [T, D]
+        hidden = self._first_norm(residual)
+        for layer in self.layers:
+            hidden = layer.forward(hidden, residual, *args)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, D] -> [S, V] float32."""
+        return self.head(hidden)

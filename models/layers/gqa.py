@@ -1,0 +1,82 @@
+"""Grouped-query attention of the dense families: optional biases, q/k norms and partial rotation.
+
+Legend: T tokens, D hidden, H query heads, G KV heads, Dh head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import GQABackend
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+
+
+class GQAttention:
+    """hidden [T, D] -> [T, D]. q, k and v come out of one product; q and k are rotated in place in one call."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        reader: WeightSource,
+        backends: Backends,
+        parallel: ParallelContext,
+        rotary: RotaryTable,
+        layer_name: str | None = None,
+    ) -> None:
+        gqa = config.attention
+        assert isinstance(gqa, GQAConfig)
+        self._gqa, self._layer_index, self._rotary = gqa, layer_index, rotary
+        self._ops = backends.ops
+        self._backend: GQABackend = backends.attention  # type: ignore[assignment]
+        self._scale = gqa.head_dim**-0.5 * config.rope.softmax_factor
+        prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
+        query, key = gqa.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        self._qkv = load_linear(backends.linear, reader, names, [query, key, key], config.hidden_size, gqa.qkv_bias)
+        self._o = load_linear(backends.linear, reader, [f"{prefix}.o_proj"], [config.hidden_size], query, gqa.o_bias)
+        self._q_norm = self._k_norm = None
+        if gqa.qk_norm:
+            self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_norm", gqa.head_dim, config.norm_eps)
+            self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        q, k, v = self._project(hidden, batch.positions)
+        k_cache, v_cache = batch.kv[self._layer_index]
+        self._ops.write_kv(k, v, batch.slots, k_cache, v_cache)
+        return self._o(self._attend(q, k_cache, v_cache, batch).flatten(1))
+
+    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, D] -> rotated q [T, H, Dh], rotated k and v [T, G, Dh]."""
+        gqa = self._gqa
+        num_heads, both = gqa.num_heads, gqa.num_heads + gqa.num_kv_heads
+        qkv = self._qkv(hidden).view(-1, both + gqa.num_kv_heads, gqa.head_dim)  # [T, H+2G, Dh]
+        q, k, v = qkv[:, :num_heads], qkv[:, num_heads:both], qkv[:, both:]
+        if self._q_norm is None or self._k_norm is None:
+            self._ops.rotate_leading(qkv[:, :both], positions, self._rotary)
+            return q, k, v
+        q, k = self._q_norm(q), self._k_norm(k)
+        self._ops.rotate_leading(q, positions, self._rotary)
+        self._ops.rotate_leading(k, positions, self._rotary)
+        return q, k, v
+
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch) -> Tensor:
+        """q [T, H, Dh] -> [T, H, Dh], the decode group and the prefill group one behind the other."""
+        groups = [group for group in (batch.attention.decode, batch.attention.prefill) if group and group.num_tokens]
+        if len(groups) == 1:
+            return self._backend.paged(q, k_cache, v_cache, groups[0], self._scale, batch.attention_plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        start = 0
+        for group in groups:
+            tokens = slice(start, start + group.num_tokens)
+            out[tokens] = self._backend.paged(q[tokens], k_cache, v_cache, group, self._scale, batch.attention_plan)
+            start = tokens.stop
+        return out

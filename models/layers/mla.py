@@ -1,0 +1,143 @@
+"""Multi-head latent attention: the projections, and the two forms of the same product (DeepSeek V2, arXiv 2405.04434).
+
+Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, V v_head, C kv_lora_rank, Q q_lora_rank,
+S context tokens. A token's cache row is [normed latent (C) | rotated k_rope (R)].
+
+Absorbed (decode): W_UK is multiplied into the query and W_UV into the output, attention runs over the latent itself.
+Expanded (prefill): the context's latent becomes keys and values by kv_b, attention runs per head over N+R and V.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.layers import mla_pieces
+from moe_engine.models.layers.linear import Linear, load_linear
+from moe_engine.models.layers.mla_pieces import Piece
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+
+CONTRACT_ROTARY_WIDTH = 64
+"""Backends split a cache row into C and 64 channels; other widths are told to them (keyword `value_width`)."""
+
+LATENT_NORM_EPS = 1e-6
+"""Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says."""
+
+
+class MLAAttention:
+    """hidden [T, D] -> [T, D].
+
+    kv_b is held twice, as the linear of the expanded form and split per head for the absorbed one:
+    2 * H * (N + V) * C elements a layer (DeepSeek V3 in bf16: 67 MB).
+
+    Args:
+        max_expanded_tokens: context tokens whose keys and values are held at once, S * H * (N + V) elements. A request
+            with a longer context runs its prefill in the absorbed form.
+        layer_name: prefix of the layer's tensors; default ``model.layers.{layer_index}``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        reader: WeightSource,
+        backends: Backends,
+        parallel: ParallelContext,
+        rotary: RotaryTable,
+        max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+        max_absorbed_tokens: int = MAX_ABSORBED_TOKENS,
+        layer_name: str | None = None,
+    ) -> None:
+        mla = config.attention
+        assert isinstance(mla, MLAConfig)
+        self._mla, self._layer_index, self._rotary = mla, layer_index, rotary
+        self._ops, self._linear = backends.ops, backends.linear
+        self._backend: MLABackend = backends.attention  # type: ignore[assignment]
+        self._attend_latent = self._backend.absorbed
+        if mla.qk_rope_head_dim != CONTRACT_ROTARY_WIDTH:
+            self._attend_latent = partial(self._backend.absorbed, value_width=mla.kv_lora_rank)  # type: ignore[call-arg]
+        self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
+        self._limits = (max_expanded_tokens, max_absorbed_tokens)
+        prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
+        self._load_query(config, reader, prefix)
+        self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
+        self._load_kv_b(reader, prefix)
+        width = mla.num_heads * mla.v_head_dim
+        self._o = load_linear(self._linear, reader, [f"{prefix}.o_proj"], [config.hidden_size], width)
+
+    def _load_query(self, config: ModelConfig, reader: WeightSource, prefix: str) -> None:
+        """The products of the layer's input: q_a and kv_a in one where q has a latent, else q and kv_a."""
+        mla, hidden, kernel = self._mla, config.hidden_size, self._linear
+        query, kv_a = mla.num_heads * mla.qk_head_dim, f"{prefix}.kv_a_proj_with_mqa"
+        rank = mla.q_lora_rank
+        self._q_norm: RMSNorm | None = None
+        if rank is None:
+            self._kv_a = load_linear(kernel, reader, [kv_a], [mla.cache_width], hidden)
+            self._q = load_linear(kernel, reader, [f"{prefix}.q_proj"], [query], hidden)
+            return
+        self._kv_a = load_linear(kernel, reader, [f"{prefix}.q_a_proj", kv_a], [rank, mla.cache_width], hidden)
+        self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
+        self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank)
+
+    def _load_kv_b(self, reader: WeightSource, prefix: str) -> None:
+        mla = self._mla
+        per_head = mla.qk_nope_head_dim + mla.v_head_dim
+        weight = reader.linear(f"{prefix}.kv_b_proj", (mla.num_heads * per_head, mla.kv_lora_rank))
+        heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
+        keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
+        self._w_uk = self._linear.prepare_heads(keys)
+        self._w_uv = self._linear.prepare_heads(heads[:, mla.qk_nope_head_dim :].contiguous())  # [H, V, C]
+        self._kv_b = Linear(self._linear, weight)
+
+    def pieces(self, batch: ForwardBatch) -> list[Piece]:
+        """Host work of a step, the same for every layer: compute it once and hand it to each `forward`."""
+        return mla_pieces.cut(batch.attention, self._backend, batch.attention_plan, *self._limits)
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch, pieces: list[Piece] | None = None) -> Tensor:
+        mla, cache = self._mla, batch.kv[self._layer_index]
+        q, kv_a = self._project(hidden)
+        self._ops.rotate(q, batch.positions, self._rotary)
+        norm = self._kv_norm
+        self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
+        out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
+        for piece in self.pieces(batch) if pieces is None else pieces:
+            attend = self._absorbed if piece.absorbed else self._expanded
+            attend(q[piece.tokens], cache, piece, out[piece.tokens])
+        return self._o(out.flatten(1))
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, D] -> q [T, H, N+R], kv_a [T, C+R]."""
+        mla = self._mla
+        kv_a = self._kv_a(hidden)
+        if self._q_norm is None:
+            q = self._q(hidden)
+        else:
+            down, kv_a = kv_a[:, : -mla.cache_width], kv_a[:, -mla.cache_width :]
+            q = self._q(self._q_norm(down))
+        return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
+
+    def _absorbed(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
+        """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
+        mla = self._mla
+        latent = q.new_empty(q.shape[0], mla.num_heads, mla.cache_width)  # [T, H, C+R]
+        self._linear.run_heads(q[..., : mla.qk_nope_head_dim], self._w_uk, out=latent[..., : mla.kv_lora_rank])
+        latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
+        mixed = self._attend_latent(latent, cache, piece.queries, self._scale, piece.plan)  # [T, H, C]
+        self._linear.run_heads(mixed, self._w_uv, out=out)
+
+    def _expanded(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
+        """q [T, H, N+R] -> out [T, H, V] over keys and values of the whole context."""
+        mla = self._mla
+        context = self._backend.gather_latent(cache, piece.queries, piece.plan)  # [S, C+R]
+        kv = self._kv_b(context[:, : mla.kv_lora_rank]).unflatten(1, (mla.num_heads, -1))  # [S, H, N+V]
+        rope = context[:, mla.kv_lora_rank :]  # [S, R]
+        out.copy_(self._backend.expanded(q, kv, rope, piece.queries, self._scale, piece.plan))

@@ -1,0 +1,101 @@
+"""A step's queries, cut so that MLA never expands more than a bounded number of context tokens at once.
+
+Host work once a step, shared by all layers. In the common case nothing is cut and the step's own plan serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some queries of a step, the tokens they are, and the form in which MLA runs them."""
+
+    tokens: slice
+    queries: PagedQueries
+    plan: Any
+    absorbed: bool
+
+
+def cut(
+    batch: AttentionBatch, backend: MLABackend, plan: Any, max_expanded_tokens: int, max_absorbed_tokens: int
+) -> list[Piece]:
+    """The pieces of a step, in token order.
+
+    Args:
+        plan: the step's own; pieces that had to be cut get plans of their own.
+        max_expanded_tokens: context tokens of an expanded piece. A request with more runs in the absorbed form.
+        max_absorbed_tokens: query tokens of such a request run at once.
+    """
+    pieces: list[Piece] = []
+    start = 0
+    if batch.decode is not None and batch.decode.num_tokens:
+        start = batch.decode.num_tokens
+        pieces.append(Piece(slice(0, start), batch.decode, plan, True))
+    prefill = batch.prefill
+    if prefill is None or not prefill.num_tokens:
+        return pieces
+    if prefill.num_context_tokens <= max_expanded_tokens:
+        pieces.append(Piece(slice(start, start + prefill.num_tokens), prefill, plan, False))
+        return pieces
+    for queries, absorbed in _cut_prefill(prefill, max_expanded_tokens, max_absorbed_tokens):
+        alone = AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries)
+        stop = start + queries.num_tokens
+        pieces.append(Piece(slice(start, stop), queries, backend.plan(alone), absorbed))
+        start = stop
+    return pieces
+
+
+def _cut_prefill(queries: PagedQueries, limit: int, max_absorbed: int) -> Iterator[tuple[PagedQueries, bool]]:
+    first, context = 0, 0
+    for i, length in enumerate(queries.context_lens):
+        if length > limit:
+            if first < i:
+                yield _requests(queries, first, i), False
+            for part in _tokens(queries, i, max_absorbed):
+                yield part, True
+            first, context = i + 1, 0
+        elif context + length > limit:
+            yield _requests(queries, first, i), False
+            first, context = i, length
+        else:
+            context += length
+    if first < queries.num_requests:
+        yield _requests(queries, first, queries.num_requests), False
+
+
+def _requests(queries: PagedQueries, first: int, last: int) -> PagedQueries:
+    """Requests [first, last) of the group."""
+    starts = queries.query_starts[first : last + 1]
+    return PagedQueries(
+        query_lens=queries.query_lens[first:last],
+        context_lens=queries.context_lens[first:last],
+        rows=queries.rows[first:last],
+        query_starts=starts - starts[0],
+        context_lens_device=queries.context_lens_device[first:last],
+        slot_table=queries.slot_table,
+        page_size=queries.page_size,
+    )
+
+
+def _tokens(queries: PagedQueries, i: int, size: int) -> Iterator[PagedQueries]:
+    """Request i, `size` query tokens at a time; each part sees the context up to its own last token."""
+    total, end = queries.query_lens[i], queries.context_lens[i]
+    whole = _requests(queries, i, i + 1)
+    for start in range(0, total, size):
+        length = min(size, total - start)
+        unseen = total - start - length
+        yield PagedQueries(
+            query_lens=[length],
+            context_lens=[end - unseen],
+            rows=whole.rows,
+            query_starts=whole.query_starts.clamp(max=length),
+            context_lens_device=whole.context_lens_device - unseen,
+            slot_table=whole.slot_table,
+            page_size=whole.page_size,
+        )

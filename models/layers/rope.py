@@ -1,0 +1,66 @@
+"""Tables of cosines and sines by position: plain, linear, YaRN and Llama 3 frequencies.
+
+Legend: R rotary width, P positions. Angles are computed in float32 (frequencies in float64).
+Sources: YaRN, arXiv 2309.00071; the Llama 3.1 release for `llama3`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.config import RopeConfig
+
+_ROWS_AT_ONCE = 1 << 15
+
+
+def make_rotary_table(rope: RopeConfig, max_positions: int, device: torch.device | str = "cpu") -> RotaryTable:
+    """The table [max_positions, R] float32 that every layer of a model shares."""
+    inverse = inverse_frequencies(rope).float()  # [R/2]
+    table = torch.empty(max_positions, rope.width)
+    for start in range(0, max_positions, _ROWS_AT_ONCE):
+        rows = table[start : start + _ROWS_AT_ONCE]
+        angles = torch.arange(start, start + rows.shape[0], dtype=torch.float32).unsqueeze(1) * inverse
+        rows[:, : rope.width // 2] = angles.cos() * rope.attention_factor
+        rows[:, rope.width // 2 :] = angles.sin() * rope.attention_factor
+    return RotaryTable(table.to(device), rope.interleaved)
+
+
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    """Angle per position of each pair, [R/2] float64."""
+    pairs = torch.arange(0, rope.width, 2, dtype=torch.float64)
+    base = rope.theta ** (-pairs / rope.width)
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(base, rope)
+    if rope.kind == "yarn":
+        return _yarn(base, rope)
+    return base
+
+
+def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
+    """Long waves slowed by the factor, short ones kept, a linear passage between."""
+    turns = rope.original_max_position * base / (2 * math.pi)  # turns within the original context
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return base * kept + base / rope.factor * (1 - kept)
+
+
+def _yarn(base: Tensor, rope: RopeConfig) -> Tensor:
+    """As `_llama3`, but the passage is linear in the index of the pair."""
+
+    def pair_of(turns: float) -> float:
+        length = math.log(rope.original_max_position / (turns * 2 * math.pi))
+        return rope.width * length / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.width - 1)
+    if low == high:
+        high += 0.001
+    slowed = ((torch.arange(base.numel(), dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    return base * (1 - slowed) + base / rope.factor * slowed

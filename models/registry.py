@@ -1,0 +1,159 @@
+"""Which class builds which architecture. Nothing is imported before it is needed; this file imports no torch.
+
+An outside model joins without touching this source, either in Python before the launch::
+
+    from moe_engine.models import register
+    register("MyForCausalLM", "my_package.model:MyModel", config_parser="my_package.model:parse")
+
+or by an entry point of the group ``moe_engine.models`` that names a function to call once (it calls `register`),
+or whose name is the architecture and whose value is the model class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from moe_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_engine.models.config import ModelConfig
+    from moe_engine.models.config_fields import Fields
+
+ConfigParser = Callable[["Fields", Mapping[str, Any]], "ModelConfig"]
+ENTRY_POINT_GROUP = "moe_engine.models"
+
+_FAMILIES = "moe_engine.models.config_families"
+_DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
+_DENSE = "moe_engine.models.dense:DenseModel"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model class and the parser of its config.json; each an object or a dotted path ``module:name``."""
+
+    name: str
+    target: str | Callable[..., Any]
+    config_parser: str | ConfigParser
+
+    def parse(self, fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+        """config.json's fields and generation_config.json's object -> ModelConfig. Raises ConfigError."""
+        return _resolve(self.config_parser)(fields, generation)
+
+    def model_class(self) -> Callable[..., Any]:
+        """Imports the model's module."""
+        return _resolve(self.target)
+
+
+def _resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
+
+
+_architectures: dict[str, Architecture] = {}
+_entry_points_loaded = False
+
+
+def register(
+    architecture: str, target: str | Callable[..., Any], config_parser: str | ConfigParser | None = None
+) -> None:
+    """Adds or replaces an architecture.
+
+    Args:
+        architecture: the name in config.json's `architectures`.
+        target: the model class or its dotted path, called as `target(config, reader, backends, parallel)`.
+        config_parser: (fields, generation defaults) -> ModelConfig; by default MLA fields are recognised, else dense.
+    """
+    parser = config_parser or f"{_FAMILIES}:parse_auto"
+    _architectures[architecture] = Architecture(architecture, target, parser)
+
+
+for _name, _target, _parser in (
+    ("DeepseekV2ForCausalLM", _DEEPSEEK, "parse_deepseek"),
+    ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
+    ("LlamaForCausalLM", _DENSE, "parse_dense"),
+    ("MistralForCausalLM", _DENSE, "parse_dense"),
+    ("Qwen2ForCausalLM", _DENSE, "parse_dense"),
+    ("Qwen3ForCausalLM", _DENSE, "parse_dense"),
+    ("Qwen3MoeForCausalLM", _DENSE, "parse_qwen3_moe"),
+    ("MixtralForCausalLM", "moe_engine.models.dense:MixtralModel", "parse_mixtral"),
+):
+    register(_name, _target, f"{_FAMILIES}:{_parser}")
+_BUILT_IN = dict(_architectures)
+
+_BY_MODEL_TYPE = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+
+
+def supported() -> list[str]:
+    """Names of all architectures, outside ones included."""
+    _load_entry_points()
+    return sorted(_architectures)
+
+
+def find(names: list[str], model_type: str | None = None, source: str = "config.json") -> Architecture:
+    """The first of config.json's `architectures` that is known; without any, the one of its `model_type`.
+
+    Raises:
+        ConfigError: naming the file and the supported architectures.
+    """
+    _load_entry_points()
+    for name in names:
+        if name in _architectures:
+            return _architectures[name]
+    if not names and model_type in _BY_MODEL_TYPE:
+        return _architectures[_BY_MODEL_TYPE[model_type]]
+    asked = f"architectures {', '.join(names)}" if names else f"model_type {model_type!r} without architectures"
+    raise ConfigError(
+        f"{source}: {asked} is not supported; supported: {', '.join(sorted(_architectures))}. "
+        "An outside model is added with moe_engine.models.register"
+    )
+
+
+def added() -> list[tuple[str, str, str]]:
+    """Arguments of `register` for what this process added, as dotted paths that another process can import.
+
+    Raises:
+        ConfigError: a class lives where no other process can import it from (a script's ``__main__``, a function body).
+    """
+    changed = [a for name, a in _architectures.items() if _BUILT_IN.get(name) != a]
+    return [(a.name, _dotted(a.target), _dotted(a.config_parser)) for a in changed]
+
+
+def _dotted(target: str | Callable[..., Any]) -> str:
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "__qualname__", "")
+    if target.__module__ == "__main__" or not name.isidentifier():
+        raise ConfigError(
+            f"register: the engine process cannot import {name or target!r} from {target.__module__}; put it at the top "
+            "level of a module of its own and register that, or its dotted path 'module:name'"
+        )
+    return f"{target.__module__}:{name}"
+
+
+def _load_entry_points() -> None:
+    global _entry_points_loaded
+    if _entry_points_loaded:
+        return
+    _entry_points_loaded = True
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+            register(point.name, point.value)
+        else:
+            point.load()()

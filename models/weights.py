@@ -1,0 +1,285 @@
+"""Loading by pulling: a model asks for the tensors it needs, in the slices it needs, and says what shape it expects.
+
+Bytes are read once, straight from the mapped file into the tensor asked for; the mapping's pages are given back after
+each tensor. Block-FP8 weights come out dequantised. What nobody asked for is an error at the end (`finish`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from moe_engine.errors import CheckpointError
+from moe_engine.models.safetensors_file import Entry, SafetensorsFile
+
+INDEX_FILE = "model.safetensors.index.json"
+SCALE_SUFFIXES = (".weight_scale_inv", ".scale")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
+_CHUNK_ELEMENTS = 1 << 22
+_ONE_THREAD_ELEMENTS = 1 << 22
+
+
+class WeightSource(Protocol):
+    """Where layers pull their weights from. `shape` is the whole tensor's, as the checkpoint should hold it."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """A tensor of its own memory on the device, cast to `dtype` (default: the activation dtype).
+
+        Args:
+            rows, cols: slices of the first and second dimension; only these are read.
+            out: write here (already of the sliced shape) and return it; its dtype wins.
+        """
+
+    def linear(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`prefix`.weight [N, K] in the activation dtype, dequantised where a scale lies beside it."""
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of that name."""
+
+    def finish(self) -> None:
+        """Ends loading. Raises CheckpointError when tensors are left that no layer asked for."""
+
+
+class WeightReader:
+    """`WeightSource` over the safetensors files of a checkpoint directory.
+
+    Args:
+        directory: holds model.safetensors, or an index and its shards.
+        dtype: the activation dtype that tensors come out in.
+        block: rows and columns that one scale of a block-FP8 weight covers.
+        ignore: names that may stay unread (and do not count for the progress bar).
+        progress: a bar with bytes, rate and time left on stderr.
+
+    Raises:
+        CheckpointError: naming file and tensor, what was expected, what was found, and the fix.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        block: tuple[int, int] = (128, 128),
+        ignore: Callable[[str], bool] = lambda name: False,
+        progress: bool = False,
+    ) -> None:
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._directory = Path(directory)
+        self._block = block
+        self._ignore = ignore
+        self._files = _open_files(self._directory)
+        self._unread = {name for name in self._files if not ignore(name)}
+        total = sum(self._entry(name).num_bytes for name in self._unread)
+        self._bar = tqdm(
+            total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=sys.stderr,
+            disable=not progress,
+        )  # fmt: skip
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        self._check(name, shape, _FLOATS)
+        part = _cut(self._open(name), rows, cols)
+        if out is None:
+            out = torch.empty(part.shape, dtype=dtype or self.dtype, device=self.device)
+        _copy(out, part)
+        self._done(name, part.numel() * part.element_size())
+        return out
+
+    def linear(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        name = prefix + ".weight"
+        scale_name = next((prefix + suffix for suffix in SCALE_SUFFIXES if prefix + suffix in self._files), None)
+        if scale_name is None:
+            return self.tensor(name, shape, rows=rows, cols=cols, out=out)
+        self._check(name, shape, (*_FP8, *_FLOATS))
+        part = _cut(self._open(name), rows, cols)
+        if out is None:
+            out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
+        dequantise_into(out, part, self._scale(scale_name, shape), self._block, rows, cols)
+        self._done(name, part.numel() * part.element_size())
+        return out
+
+    def finish(self) -> None:
+        self._bar.close()
+        left = sorted(self._unread)
+        files = self._files
+        self._files = {}
+        if left:
+            some = ", ".join(f"{name} ({files[name].path.name})" for name in left[:5])
+            raise CheckpointError(
+                f"{self._directory}: {len(left)} tensors belong to no layer of the model: {some}"
+                f"{', ...' if len(left) > 5 else ''}; check that config.json is the one of these files"
+            )
+
+    def _scale(self, name: str, shape: tuple[int, int]) -> Tensor:
+        """The scale grid in float32. uint8 holds e8m0 bytes: value 2^(byte - 127)."""
+        grid = (-(-shape[0] // self._block[0]), -(-shape[1] // self._block[1]))
+        self._check(name, grid, _SCALES)
+        raw = self._open(name)
+        scale = (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).to(torch.float32, copy=True)
+        self._done(name, raw.numel() * raw.element_size())
+        return scale
+
+    def _entry(self, name: str) -> Entry:
+        return self._files[name].entries[name]
+
+    def _check(self, name: str, shape: tuple[int, ...], dtypes: Iterable[torch.dtype]) -> None:
+        if name not in self._files:
+            raise CheckpointError(
+                f"{self._directory}: tensor {name} of shape {list(shape)} is missing; "
+                "check that config.json is the one of these files and that all shards are there"
+            )
+        entry, where = self._entry(name), self._files[name].path
+        if entry.shape != tuple(shape):
+            raise CheckpointError(
+                f"{where}: tensor {name} has shape {list(entry.shape)}, config.json implies {list(shape)}; "
+                "check that config.json is the one of these files"
+            )
+        if entry.dtype not in dtypes:
+            hint = " (block-FP8 needs a weight_scale_inv beside it)" if entry.dtype in _FP8 else ""
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise CheckpointError(
+                f"{where}: tensor {name} has dtype {str(entry.dtype).removeprefix('torch.')}{hint}, expected one of "
+                f"{known}; use a bf16 or block-FP8 checkpoint"
+            )
+
+    def _open(self, name: str) -> Tensor:
+        self._files[name].populate(name)
+        return self._files[name].view(name)
+
+    def _done(self, name: str, num_bytes: int) -> None:
+        self._files[name].release(name)
+        self._unread.discard(name)
+        self._bar.update(num_bytes)
+
+
+def dequantise_into(
+    out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], rows: slice | None, cols: slice | None
+) -> None:
+    """out[r, c] = weight[r, c] * scale[r div block, c div block], a bounded number of rows at a time.
+
+    `weight` is the part [rows, cols] of a tensor whose whole scale grid is `scale`; blocks at the edges are shorter.
+    """
+    num_rows, num_cols = weight.shape
+    first_row, first_col = (rows.start or 0) if rows else 0, (cols.start or 0) if cols else 0
+    row_block = (torch.arange(num_rows) + first_row) // block[0]
+    col_block = (torch.arange(num_cols) + first_col) // block[1]
+    step = max(1, _CHUNK_ELEMENTS // max(1, num_cols))
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        grid = scale.index_select(0, row_block[start:stop]).index_select(1, col_block)
+        out[start:stop].copy_(grid.mul_(weight[start:stop].float()))
+
+
+def _copy(out: Tensor, part: Tensor) -> None:
+    """out = part; plain bytes of moderate size by one thread, since waking others costs more than they bring."""
+    plain = out.dtype == part.dtype and out.device == part.device and out.is_contiguous() and part.is_contiguous()
+    if plain and 0 < part.numel() <= _ONE_THREAD_ELEMENTS:
+        np.copyto(out.view(-1).view(torch.uint8).numpy(), part.view(-1).view(torch.uint8).numpy())
+    else:
+        out.copy_(part)
+
+
+def _cut(tensor: Tensor, rows: slice | None, cols: slice | None) -> Tensor:
+    if rows is not None:
+        tensor = tensor[rows]
+    return tensor if cols is None else tensor[:, cols]
+
+
+def _open_files(directory: Path) -> dict[str, SafetensorsFile]:
+    """Tensor name -> the file that holds it."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        return _open_indexed(directory, index)
+    single = directory / "model.safetensors"
+    paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(
+            f"{directory}: holds no *.safetensors file; convert the checkpoint to safetensors, "
+            "or use --load-format dummy"
+        )
+    files: dict[str, SafetensorsFile] = {}
+    for path in paths:
+        file = SafetensorsFile(path)
+        files |= dict.fromkeys(file.entries, file)
+    return files
+
+
+def _open_indexed(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: broken index ({error!r}); download it again") from None
+    for name in names:
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{index}: names the file {name}, which is not in {directory}; download it")
+    shards = {name: SafetensorsFile(directory / name) for name in names}
+    for tensor, name in weight_map.items():
+        if tensor not in shards[name].entries:
+            raise CheckpointError(f"{index}: says that {tensor} is in {name}, but that file does not hold it")
+    return {tensor: shards[name] for tensor, name in weight_map.items()}
+
+
+def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> WeightSource:
+    """The source for a load format: ``auto`` and ``safetensors`` read files, ``dummy`` draws random weights.
+
+    Raises:
+        CheckpointError: for an unknown format.
+    """
+    if load_format in ("auto", "safetensors"):
+        return WeightReader(directory, **kwargs)
+    if load_format == "dummy":
+        from moe_engine.models.dummy_weights import DummyReader
+
+        return DummyReader(kwargs["dtype"], kwargs["device"], kwargs.get("seed", 0))
+    raise CheckpointError(f"--load-format {load_format}: use auto, safetensors or dummy (convert .pt/.bin files first)")

@@ -1,0 +1,28 @@
+"""moe-engine: an inference engine for DeepSeek-style mixture-of-experts models.
+
+`Engine` is the offline API; `moe-engine serve` the server; `register_model` adds a model class of your own.
+Importing the package imports neither torch nor the engine: names load when used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_engine.engine.engine import Engine
+    from moe_engine.models.registry import register as register_model
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "__version__", "register_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from moe_engine.engine.engine import Engine
+
+        return Engine
+    if name == "register_model":
+        from moe_engine.models.registry import register
+
+        return register
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,291 @@
+"""``moe-engine serve | generate | bench | plan | doctor | demo``. Each command imports only what it needs.
+
+Exit codes: 0 done; 2 the command line, the configuration or the checkpoint is at fault (one message on stderr); 1 the
+engine failed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_engine.errors import ConfigError, InputError, MoeEngineError
+
+if TYPE_CHECKING:
+    from moe_engine.config.args import EngineArgs
+    from moe_engine.config.flags import Parser
+    from moe_engine.config.resolve import ResolvedConfig
+
+USAGE_ERROR = 2
+
+HELP = """\
+usage: moe-engine COMMAND [options]
+
+An inference engine for DeepSeek-style mixture-of-experts models. Runs on a laptop's CPU, too.
+
+commands:
+  serve      HTTP server with the OpenAI API and SGLang's /generate
+  generate   one prompt, one answer, no server
+  plan       what `serve` would do with the same flags: every value and why, memory, kernels; starts nothing
+  doctor     what this machine offers: memory, cores, compiler, which kernels run here and why others do not
+  bench      measurements: moe-engine bench one_batch | offline | serving
+  demo       print the folder of the model embedded in this package
+
+try it, without downloading anything:
+  moe-engine generate --prompt "What is the capital of France?"
+  moe-engine serve --port 30000
+  curl http://127.0.0.1:30000/v1/chat/completions -H 'Content-Type: application/json' \\
+       -d '{"model": "demo", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
+
+a model of your own; the flags are SGLang's:
+  moe-engine plan --model-path /models/DeepSeek-V2-Lite
+  moe-engine serve --model-path /models/DeepSeek-V2-Lite --context-length 8192 --port 30000
+
+`moe-engine COMMAND --help` explains a command's flags."""
+
+SERVE_EPILOG = """\
+examples:
+  moe-engine serve                                        the model embedded in this package
+  moe-engine serve --model-path /models/V2-Lite --port 8000 --api-key SECRET
+  moe-engine serve --model-path /models/V2-Lite --context-length 8192 --max-running-requests 16
+  moe-engine serve --config serve.yaml --log-level debug  flags from a file; the command line wins
+
+Flags of SGLang that this engine does not have yet are refused by name, never ignored."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Runs a command; returns the exit code.
+
+    Args:
+        argv: arguments after the program's name; those of the process when None.
+        prog: what the usage line of ``serve`` shows as the program.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP)
+        return 0 if arguments else USAGE_ERROR
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"moe-engine {version('moe-engine')}")
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    prog = prog or f"moe-engine {command}"
+    try:
+        if command not in COMMANDS:
+            raise ConfigError(_unknown_command(command))
+        return COMMANDS[command](rest, prog)
+    except (ConfigError, InputError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except MoeEngineError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `moe-engine plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _unknown_command(command: str) -> str:
+    from moe_engine.config.values import nearest
+
+    if command.startswith("-"):
+        return f"{command}: name a command first, for instance `moe-engine serve {command} ...`"
+    return f"{command}: unknown command{nearest(command, tuple(COMMANDS))}; `moe-engine --help` lists them"
+
+
+# -- serve and plan
+
+
+def serve(argv: Sequence[str], prog: str) -> int:
+    return _serve(argv, prog, explain=False)
+
+
+def plan(argv: Sequence[str], prog: str) -> int:
+    return _serve(argv, prog, explain=True)
+
+
+def _serve(argv: Sequence[str], prog: str, explain: bool) -> int:
+    from moe_engine.config.args import EngineArgs
+    from moe_engine.config.flags import parse_flags
+
+    description = "Prints what `serve` would do and starts nothing." if explain else "Serves a model over HTTP."
+    parser = _engine_parser(prog, description, SERVE_EPILOG)
+    if not explain:
+        parser.add_argument("--explain", action="store_true", help="print what would run and why, then exit")
+    parser.add_argument("--json", action="store_true", help="with --explain: print JSON")
+    values = parse_flags(parser, argv)
+    as_json = _pop_switch(values, "json")
+    explain = _pop_switch(values, "explain") or explain
+    args = EngineArgs.from_kwargs(**values)
+    if args.model.model_path is None:
+        print("no --model-path: using the small model embedded in this package", file=sys.stderr)
+    if explain:
+        return _explain(args, as_json)
+    if as_json:
+        raise ConfigError("--json belongs to --explain")
+    from moe_engine.server import launch
+
+    return int(launch.serve(args))
+
+
+def _explain(args: EngineArgs, as_json: bool) -> int:
+    from moe_engine.config import explain
+    from moe_engine.config.launch_plan import choose_backends, prepare
+    from moe_engine.kernels.device import probe
+
+    config = prepare(args)
+    choices = choose_backends(config, probe(config.device))
+    if as_json:
+        print(json.dumps(explain.explain_json(config, choices), indent=2))
+    else:
+        print(explain.explain_text(config, choices))
+    return 0
+
+
+def _engine_parser(prog: str, description: str, epilog: str | None = None) -> Parser:
+    import argparse
+
+    from moe_engine.config.args import build_parser
+
+    width = argparse.RawDescriptionHelpFormatter
+    usage = f"{prog} [--model-path PATH] [flags]"
+    return build_parser(prog, description=description, epilog=epilog, formatter_class=width, usage=usage)
+
+
+def _pop_switch(values: dict[str, Any], name: str) -> bool:
+    return bool(values.pop(name, False))
+
+
+# -- generate
+
+
+def generate(argv: Sequence[str], prog: str) -> int:
+    """One prompt through the offline engine; the text goes to stdout, everything else to stderr."""
+    from moe_engine.config.flags import parse_flags
+
+    parser = _engine_parser(prog, "Answers one prompt and exits. The chat template is applied unless --raw.")
+    group = parser.add_argument_group("prompt and sampling")
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt; read from standard input when left out")
+    group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer, in tokens (128)")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 (the default) takes the likeliest token")
+    group.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this total")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+    group.add_argument("--json", action="store_true", help="print the whole answer with its meta_info as JSON")
+    values = {"prompt": None, "raw": False, "json": False, **parse_flags(parser, argv)}
+    prompt, raw, as_json = (values.pop(name) for name in ("prompt", "raw", "json"))
+    sampling = {"temperature": 0.0}
+    for name in ("max_new_tokens", "temperature", "top_p", "stop"):
+        if (value := values.pop(name, None)) is not None:
+            sampling[name] = value
+    prompt = sys.stdin.read() if prompt is None else prompt
+    if not prompt:
+        raise ConfigError("--prompt: nothing to answer; give --prompt TEXT or pipe the text in")
+    from moe_engine.engine.engine import Engine
+
+    with Engine(**values) as engine:
+        ids = None if raw else _chat_prompt(engine.config, prompt)
+        answer = engine.generate(prompt if ids is None else None, sampling, ids)
+    assert isinstance(answer, dict)
+    print(json.dumps(answer, indent=2, ensure_ascii=False) if as_json else answer["text"])
+    return 0
+
+
+def _chat_prompt(config: ResolvedConfig, prompt: str) -> list[int] | None:
+    """Token ids of a conversation with this one message; None where the model has no chat template."""
+    from moe_engine.tokenizer.chat_template import load_chat_template
+    from moe_engine.tokenizer.tokenizer import load_tokenizer
+
+    flags = config.args.model
+    if flags.skip_tokenizer_init:
+        raise ConfigError("--skip-tokenizer-init: generate works on text")
+    tokenizer = load_tokenizer(
+        config.tokenizer_path, mode=flags.tokenizer_mode, trust_remote_code=flags.trust_remote_code
+    )
+    template = load_chat_template(flags.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
+    if template is None:
+        return None
+    text = template.render([{"role": "user", "content": prompt}])
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+# -- doctor, demo, bench
+
+
+def doctor(argv: Sequence[str], prog: str) -> int:
+    from moe_engine.config import doctor as report
+    from moe_engine.config.flags import Parser
+
+    parser = Parser(prog=prog, description="Looks at this machine: what runs here, what does not, and why.")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(list(argv))
+    found = report.examine()
+    print(json.dumps(found, indent=2) if options.json else report.as_text(found))
+    return 0
+
+
+def demo(argv: Sequence[str], prog: str) -> int:
+    from moe_engine.config.checkpoint import embedded_model
+    from moe_engine.config.flags import Parser
+
+    Parser(prog=prog, description="Prints the folder of the embedded model.").parse_args(list(argv))
+    print(embedded_model())
+    return 0
+
+
+def bench(argv: Sequence[str], prog: str) -> int:
+    """Runs benchmarks/NAME.py of the source checkout; further arguments are the benchmark's own."""
+    import runpy
+
+    names = _benchmarks()
+    if not argv or argv[0] in ("-h", "--help"):
+        listed = ", ".join(names) or "none: benchmarks/ comes with the source checkout"
+        print(f"usage: {prog} NAME [options of the benchmark]\n\nbenchmarks here: {listed}")
+        return 0 if argv else USAGE_ERROR
+    name = argv[0].replace("-", "_").removeprefix("bench_")
+    if name not in names:
+        raise ConfigError(_no_benchmark(argv[0], names))
+    sys.argv = [f"{prog} {argv[0]}", *argv[1:]]
+    root = str(Path(__file__).resolve().parents[1])
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    runpy.run_module(f"benchmarks.{names[name]}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _no_benchmark(asked: str, names: dict[str, str]) -> str:
+    if not names:
+        return f"bench {asked}: the benchmarks are not installed with the package; run it in a source checkout"
+    return f"bench {asked}: no such benchmark; there are {', '.join(names)}"
+
+
+def _benchmarks() -> dict[str, str]:
+    """Benchmark by short name (``one_batch``): modules of benchmarks/ that say what to run."""
+    folder = Path(__file__).resolve().parents[1] / "benchmarks"
+    found = {}
+    for file in sorted(folder.glob("*.py")):
+        runnable = '__name__ == "__main__"' in file.read_text()
+        if runnable and importlib.util.spec_from_file_location(file.stem, file) is not None:
+            found[file.stem.removeprefix("bench_")] = file.stem
+    return found
+
+
+COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
+    "serve": serve,
+    "generate": generate,
+    "plan": plan,
+    "doctor": doctor,
+    "bench": bench,
+    "demo": demo,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Which kernels compute. The names are the rows of `kernels.tables`; `--explain` says why each was taken or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.field import flag
+from moe_engine.kernels import tables
+
+GPU = "the GPU backends"
+
+
+def _names(*families: str) -> tuple[str, ...]:
+    found = {row.name: None for family in families for row in getattr(tables, family)}
+    return ("auto", *found)
+
+
+def _attention() -> tuple[str, ...]:
+    return _names("MLA", "GQA")
+
+
+def _experts() -> tuple[str, ...]:
+    return _names("EXPERTS")
+
+
+def _linear() -> tuple[str, ...]:
+    return _names("LINEAR")
+
+
+def _ops() -> tuple[str, ...]:
+    return _names("OPS")
+
+
+CPU_SYNONYMS = {"torch_native": "torch", "intel_amx": "cpu"}
+
+
+@dataclass(frozen=True)
+class BackendArgs:
+    attention_backend: str = flag(
+        "auto",
+        "Attention kernels. auto takes the most preferred that can run here; a named one that cannot is an error.",
+        choices=_attention,
+        synonyms=CPU_SYNONYMS,
+        later=dict.fromkeys(
+            ("triton", "flashinfer", "flashmla", "fa3", "fa4", "flex_attention", "dsa", "nsa", "qsa", "dsv4",
+             "trtllm_mla", "trtllm_mha", "cutedsl_mla", "cutlass_mla", "aiter", "wave", "ascend", "intel_xpu"),
+            GPU,
+        ),
+    )  # fmt: skip
+    moe_runner_backend: str = flag(
+        "auto",
+        "Grouped matrix products of the routed experts.",
+        choices=_experts,
+        synonyms=CPU_SYNONYMS,
+        later=dict.fromkeys(
+            ("triton", "triton_kernel", "deep_gemm", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl",
+             "flashinfer_mxfp4", "cutlass", "marlin"),
+            GPU,
+        ),
+    )  # fmt: skip
+    linear_backend: str = flag("auto", "Matrix products with dense weights.", choices=_linear)
+    ops_backend: str = flag("auto", "Norms, rotary embedding, activation, cache writes and routing.", choices=_ops)
+    sampling_backend: str = flag(
+        "auto",
+        "Drawing tokens from logits. auto is pytorch.",
+        choices=("auto", "pytorch"),
+        later=dict.fromkeys(("flashinfer", "ascend", "intel_xpu"), GPU),
+    )
+    enable_deterministic_inference: bool = flag(
+        False,
+        "Answers that do not depend on what else runs: only backends whose sums have a fixed order are taken.",
+    )
+    cpu_threads: int | None = flag(
+        None,
+        "Threads that compute on a CPU. Left out: the cores this process may use (affinity and container quota).",
+        metavar="N",
+    )

@@ -1,0 +1,137 @@
+"""Flags that cannot both be meant: each is an error that names both. Values out of range are named here too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.field import option_of
+from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
+from moe_engine.errors import ConfigError
+
+# field -> (least value, what it counts)
+LEAST = {
+    "context_length": 8,
+    "max_running_requests": 1,
+    "max_total_tokens": 1,
+    "max_prefill_tokens": 1,
+    "page_size": 1,
+    "max_queued_requests": 1,
+    "prefill_max_requests": 1,
+    "stream_interval": 1,
+    "priority_scheduling_preemption_threshold": 0,
+    "cpu_threads": 1,
+    "log_requests_level": 0,
+    "decode_log_interval": 1,
+    "port": 0,
+}
+MOST = {"log_requests_level": 3, "port": 65535}
+
+
+def check(args: EngineArgs) -> None:
+    """Raises ConfigError for the first value out of range and the first pair of flags that contradict each other."""
+    for complaint in (*_ranges(args), *_scheduling(args), *_memory(args), *_front_end(args)):
+        raise ConfigError(complaint)
+
+
+def remarks(args: EngineArgs) -> tuple[str, ...]:
+    """Flags that were given and have nothing to act on here; said once at start."""
+    found = list(args.notes)
+    dependents = {
+        "log_requests_level": "log_requests",
+        "priority_scheduling_preemption_threshold": "enable_priority_scheduling",
+    }
+    values = args.flat()
+    for name, needed in dependents.items():
+        if name in args.given and not values[needed]:
+            found.append(f"{option_of(name)} does nothing without {option_of(needed)}")
+    if args.server.host in ("0.0.0.0", "::") and args.server.api_key is None:
+        found.append(f"--host {args.server.host} without --api-key: whoever reaches this machine can use the model")
+    return tuple(found)
+
+
+def _ranges(args: EngineArgs) -> Iterator[str]:
+    for name, value in args.flat().items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if math.isnan(value) or math.isinf(value):
+            yield f"{option_of(name)} {value}: must be a finite number"
+        if name in LEAST and value < LEAST[name]:
+            yield f"{option_of(name)} {value}: must be at least {LEAST[name]}"
+        if name in MOST and value > MOST[name]:
+            yield f"{option_of(name)} {value}: must be at most {MOST[name]}"
+    fraction = args.memory.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        yield f"--mem-fraction-static {fraction:g}: a part of the memory, between 0 and 1 (0.85 is common)"
+    if args.scheduling.schedule_conservativeness < 0:
+        yield f"--schedule-conservativeness {args.scheduling.schedule_conservativeness:g}: must not be negative"
+    if args.server.watchdog_timeout <= 0:
+        yield f"--watchdog-timeout {args.server.watchdog_timeout:g}: must be more than 0 seconds"
+    chunk = args.memory.chunked_prefill_size
+    if chunk is not None and chunk != -1 and chunk < 1:
+        yield f"--chunked-prefill-size {chunk}: must be at least 1, or -1 for no chunking"
+
+
+def _scheduling(args: EngineArgs) -> Iterator[str]:
+    scheduling, memory = args.scheduling, args.memory
+    policy = scheduling.schedule_policy
+    if policy in CACHE_AWARE_POLICIES and scheduling.disable_radix_cache:
+        yield (
+            f"--schedule-policy {policy} orders by cached prefixes, and --disable-radix-cache keeps none; "
+            "drop one of them"
+        )
+    priorities = scheduling.enable_priority_scheduling or policy == "priority"
+    if scheduling.enable_priority_scheduling and policy not in ("fcfs", "lof", "priority"):
+        yield f"--enable-priority-scheduling works with --schedule-policy fcfs, lof or priority, not with {policy}"
+    if scheduling.schedule_low_priority_values_first and not priorities:
+        yield "--schedule-low-priority-values-first needs --enable-priority-scheduling"
+    if scheduling.enable_mixed_chunk and memory.chunked_prefill_size == -1:
+        yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 makes none; drop one"
+
+
+def _memory(args: EngineArgs) -> Iterator[str]:
+    memory = args.memory
+    page = memory.page_size or 1
+    chunk = memory.chunked_prefill_size
+    if chunk is not None and chunk != -1:
+        if chunk < page:
+            yield f"--chunked-prefill-size {chunk} is smaller than --page-size {page}: no chunk could fill a page"
+        if chunk % page:
+            below, above = chunk - chunk % page, chunk - chunk % page + page
+            yield f"--chunked-prefill-size {chunk} is not a multiple of --page-size {page}; use {below} or {above}"
+    for option, tokens in (
+        ("--max-total-tokens", memory.max_total_tokens),
+        ("--max-prefill-tokens", memory.max_prefill_tokens),
+    ):
+        if tokens is not None and tokens < page:
+            yield f"{option} {tokens} is smaller than --page-size {page}"
+    running, total = memory.max_running_requests, memory.max_total_tokens
+    if running is not None and total is not None and running * page > total:
+        yield (
+            f"--max-running-requests {running} with --max-total-tokens {total}: each request holds at least a page "
+            f"of {page}, so at most {total // page} can run"
+        )
+
+
+def _front_end(args: EngineArgs) -> Iterator[str]:
+    model, server = args.model, args.server
+    if model.skip_tokenizer_init:
+        for option, value in (
+            ("--tokenizer-path", model.tokenizer_path),
+            ("--chat-template", model.chat_template),
+            ("--reasoning-parser", server.reasoning_parser),
+            ("--tool-call-parser", server.tool_call_parser),
+        ):
+            if value is not None:
+                yield f"{option} {value} works on text, and --skip-tokenizer-init leaves none; drop one"
+    for option, key in (("--api-key", server.api_key), ("--admin-api-key", server.admin_api_key)):
+        if key is not None and not key.strip():
+            yield f"{option} is empty: leave it out for no key, or give one"
+    name = model.served_model_name
+    if name is not None and (not name.strip() or ":" in name):
+        yield f"--served-model-name {name!r}: must be a name without a colon"
+    template = model.chat_template
+    if template is not None and "{" not in template and not Path(template).is_file():
+        yield f"--chat-template {template}: no such file; give a .jinja file (built-in names are not available yet)"

@@ -1,0 +1,265 @@
+"""Flags of SGLang that this engine does not have yet, or has no more: none of them is ever ignored in silence.
+
+`LATER` flags are refused with the part that will bring them, unless they are given the value they have when left out
+(``--tp-size 1``). When a part arrives, its rows move from here into a field of a part config. `SATISFIED` switches turn
+off something that this engine does not do: they are accepted and noted. `DROPPED` flags are gone from SGLang itself:
+the message names what replaced them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.config.field import option_of
+
+SWITCH = False
+
+
+@dataclass(frozen=True)
+class LaterFlag:
+    """A flag to come.
+
+    Attributes:
+        name: the field it will become.
+        default: its value when left out; False makes it a switch.
+        part: what brings it, in words.
+        spellings: further spellings.
+        harmless: values that ask for nothing, besides the default.
+    """
+
+    name: str
+    default: Any
+    part: str
+    spellings: tuple[str, ...] = ()
+    harmless: tuple[Any, ...] = ()
+
+    @property
+    def option(self) -> str:
+        return option_of(self.name)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.default is SWITCH
+
+    def asks_nothing(self, value: Any) -> bool:
+        """Whether the value is what the flag means when left out."""
+        if self.is_switch:
+            return value in (False, None, "false", "False")
+        return any(_same(value, known) for known in (self.default, *self.harmless))
+
+
+def _same(value: Any, known: Any) -> bool:
+    """Equal as text or as numbers: the command line says ``1``, a keyword 1."""
+    if str(value).strip().lower() == str(known).lower():
+        return True
+    try:
+        return float(value) == float(known)
+    except (TypeError, ValueError):
+        return False
+
+
+def _rows(part: str, *flags: tuple[Any, ...]) -> list[LaterFlag]:
+    return [LaterFlag(flag[0], flag[1], part, *flag[2:]) for flag in flags]
+
+
+def _switches(part: str, *names: str) -> list[LaterFlag]:
+    return [LaterFlag(name, SWITCH, part) for name in names]
+
+
+MANY_RANKS = "many-rank support"
+GRAPHS = "CUDA graphs"
+
+_PARALLEL = [
+    *_rows(
+        MANY_RANKS,
+        ("tp_size", 1, ("--tensor-parallel-size", "--tp")),
+        ("dp_size", 1, ("--data-parallel-size", "--dp")),
+        ("attn_dp_size", 1),
+        ("ep_size", 1, ("--expert-parallel-size", "--ep")),
+        ("pp_size", 1, ("--pipeline-parallel-size", "--pp")),
+        ("attn_cp_size", 1),
+        ("moe_dp_size", 1),
+        ("nnodes", 1),
+        ("node_rank", 0),
+        ("dist_init_addr", None, ("--nccl-init-addr",)),
+        ("dist_timeout", None),
+        ("nccl_port", None),
+        ("base_gpu_id", 0),
+        ("gpu_id_step", 1),
+        ("load_balance_method", "auto", (), ("round_robin",)),
+        ("moe_dense_tp_size", None),
+        ("moe_a2a_backend", "none"),
+        ("deepep_mode", "auto"),
+        ("deepep_config", None),
+        ("tbo_token_distribution_threshold", 0.48),
+    ),
+    *_switches(
+        MANY_RANKS,
+        "enable_dp_attention",
+        "enable_dp_lm_head",
+        "enable_tp_lm_head_all_to_all",
+        "enable_two_batch_overlap",
+        "enable_single_batch_overlap",
+        "enable_nccl_nvls",
+        "enable_symm_mem",
+        "enable_mscclpp",
+        "enable_p2p_check",
+    ),
+]
+
+_EXPERT_BALANCE = [
+    *_rows(
+        "expert load balancing",
+        ("ep_num_redundant_experts", 0),
+        ("ep_dispatch_algorithm", None, (), ("static",)),
+        ("init_expert_location", "trivial"),
+        ("eplb_algorithm", "auto"),
+        ("eplb_rebalance_num_iterations", 1000),
+        ("eplb_rebalance_layers_per_chunk", None),
+        ("eplb_min_rebalancing_utilization_threshold", 1.0),
+        ("expert_distribution_recorder_mode", None),
+        ("expert_distribution_recorder_buffer_size", None),
+        ("expert_balancedness_report_mode", "off"),
+    ),
+    *_switches("expert load balancing", "enable_eplb", "enable_expert_distribution_metrics"),
+]
+
+_SPECULATION = [
+    *_rows(
+        "MTP speculative decoding",
+        ("speculative_algorithm", None, ("--speculative-algo",)),
+        ("speculative_draft_model_path", None, ("--speculative-draft-model",)),
+        ("speculative_num_steps", None, (), (0,)),
+        ("speculative_num_draft_tokens", None, (), (0,)),
+        ("speculative_eagle_topk", None),
+        ("speculative_accept_threshold_single", 1.0),
+        ("speculative_accept_threshold_acc", 1.0),
+        ("speculative_token_map", None),
+        ("speculative_attention_mode", "prefill"),
+    ),
+]
+
+_MEMORY = [
+    *_rows(
+        "the hierarchical KV cache",
+        ("hicache_ratio", None, (), (2.0,)),
+        ("hicache_size", 0),
+        ("hicache_write_policy", "write_through"),
+        ("hicache_io_backend", "kernel"),
+        ("hicache_mem_layout", "layer_first"),
+        ("hicache_storage_backend", None),
+        ("hicache_storage_prefetch_policy", "best_effort"),
+        ("hicache_storage_backend_extra_config", None),
+    ),
+    LaterFlag("enable_hierarchical_cache", SWITCH, "the hierarchical KV cache", ("--enable-hicache",)),
+    *_rows("weights kept in RAM", ("cpu_offload_gb", 0)),
+    *_rows("FP8 KV cache", ("quantization_param_path", None)),
+    *_rows(
+        "other eviction and retraction policies",
+        ("radix_eviction_policy", "lru"),
+        ("retraction_policy", None, (), ("default",)),
+    ),
+    *_switches("releasing memory at run time", "enable_memory_saver"),
+    *_switches("weights that are removed after the start", "delete_ckpt_after_loading"),
+]
+
+_SPLIT = [
+    *_rows(
+        "prefill and decode on separate engines",
+        ("disaggregation_mode", "null"),
+        ("disaggregation_bootstrap_port", 8998),
+        ("disaggregation_transfer_backend", "mooncake"),
+        ("disaggregation_ib_device", None),
+        ("num_reserved_decode_tokens", 512),
+    ),
+    *_switches("prefill and decode on separate engines", "disaggregation_decode_enable_offload_kvcache"),
+]
+
+_TEXT = [
+    *_rows(
+        "structured output",
+        ("grammar_backend", "xgrammar", (), ("none",)),
+        ("constrained_json_whitespace_pattern", None),
+    ),
+    *_rows(
+        "LoRA adapters",
+        ("lora_paths", None),
+        ("max_loras_per_batch", 8),
+        ("lora_backend", "csgmv", (), ("triton",)),
+        ("max_lora_rank", None),
+        ("lora_target_modules", None),
+        ("max_loaded_loras", None),
+    ),
+    *_switches("LoRA adapters", "enable_lora"),
+    *_rows("fill-in-the-middle completion templates", ("completion_template", None)),
+    *_switches("embedding models", "is_embedding"),
+    *_switches("multimodal models", "enable_multimodal"),
+    *_switches("custom logit processors", "enable_custom_logit_processor"),
+    *_rows("further warm-ups", ("warmups", None)),
+    *_rows("debugging dumps", ("debug_tensor_dump_output_folder", None), ("debug_tensor_dump_input_file", None)),
+    *_rows("several tokenizer processes", ("tokenizer_worker_num", 1), ("detokenizer_worker_num", 1)),
+    *_rows("the files API", ("file_storage_path", None, ("--file-storage-pth",))),
+    *_rows("a watchdog that only warns", ("soft_watchdog_timeout", None)),
+    *_switches("an engine that sleeps when idle", "sleep_on_idle"),
+    *_switches("traces", "enable_trace"),
+]  # fmt: skip
+
+_GRAPHS = [
+    *_rows(
+        GRAPHS,
+        ("cuda_graph_max_bs_decode", None, ("--cuda-graph-max-bs",)),
+        ("cuda_graph_max_bs_prefill", None),
+        ("cuda_graph_bs_decode", None, ("--cuda-graph-bs",)),
+        ("cuda_graph_bs_prefill", None),
+        ("cuda_graph_config", None),
+        ("cuda_graph_backend_decode", None, (), ("disabled",)),
+        ("cuda_graph_backend_prefill", None, (), ("disabled",)),
+        ("torch_compile_max_bs", 32),
+        ("triton_attention_num_kv_splits", 8),
+        ("prefill_attention_backend", None),
+        ("decode_attention_backend", None),
+        ("fp8_gemm_runner_backend", "auto", ("--fp8-gemm-backend",)),
+    ),
+    *_switches(GRAPHS, "enable_torch_compile", "triton_attention_reduce_in_fp32", "enable_profile_cuda_graph"),
+    *_switches("shared experts fused into the routed ones", "enforce_shared_experts_fusion"),
+    *_switches("the GPU backends", "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache"),
+]
+
+LATER: dict[str, LaterFlag] = {
+    row.name: row
+    for group in (_PARALLEL, _EXPERT_BALANCE, _SPECULATION, _MEMORY, _SPLIT, _TEXT, _GRAPHS)
+    for row in group
+}
+
+SATISFIED: dict[str, str] = {
+    "disable_cuda_graph": "there are no CUDA graphs yet: every step is launched eagerly",
+    "disable_cuda_graph_padding": "there are no CUDA graphs yet: no batch is padded",
+    "disable_custom_all_reduce": "one rank reduces nothing",
+    "disable_outlines_disk_cache": "there is no grammar cache",
+    "disable_shared_experts_fusion": "shared experts are never fused into the routed ones",
+}
+
+DROPPED: dict[str, str] = {
+    "prefill_only_one_req": "use --prefill-max-requests 1",
+    "disable_jump_forward": "leave it out: there is no jump-forward decoding",
+    "disable_mla": "leave it out: DeepSeek models always use their latent KV cache",
+    "enable_ep_moe": "use --ep-size N (comes with many-rank support)",
+    "enable_deepep_moe": "use --moe-a2a-backend deepep (comes with many-rank support)",
+    "enable_flashinfer_mla": "use --attention-backend flashinfer (comes with the GPU backends)",
+    "enable_flashmla": "use --attention-backend flashmla (comes with the GPU backends)",
+    "enable_llama4_multimodal": "use --enable-multimodal (comes with multimodal models)",
+    "n_share_experts_fusion": "leave it out",
+    "enable_double_sparsity": "leave it out: Double Sparsity attention is gone",
+    "ds_channel_config_path": "leave it out: Double Sparsity attention is gone",
+    "ds_heavy_channel_num": "leave it out: Double Sparsity attention is gone",
+    "ds_heavy_token_num": "leave it out: Double Sparsity attention is gone",
+    "ds_heavy_channel_type": "leave it out: Double Sparsity attention is gone",
+    "ds_sparse_decode_threshold": "leave it out: Double Sparsity attention is gone",
+    "torchao_config": "leave it out: weights are quantised in the checkpoint (--quantization)",
+    "enable_nan_detection": "leave it out",
+    "debug_tensor_dump_inject": "leave it out",
+    "num_continuous_decode_steps": "leave it out: SGLang never read it either",
+    "disable_fast_image_processor": "use --image-processor-backend pil (comes with multimodal models)",
+    "enable_piecewise_cuda_graph": "use --cuda-graph-backend-prefill (comes with CUDA graphs)",
+}

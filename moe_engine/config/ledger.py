@@ -1,0 +1,97 @@
+"""Memory is counted before it is taken: what each part needs, what is left for KV, and refusals that name the sum.
+
+GB are 2^30 bytes, as in SGLang's log lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GB = 1 << 30
+TABLE_PADDING = 4
+"""Columns of the slot table beyond the context length."""
+
+
+def gb(num_bytes: float) -> str:
+    """``17.25 GB``; small sizes in MB so that no row reads 0.00."""
+    return f"{num_bytes / GB:.2f} GB" if abs(num_bytes) >= GB / 10 else f"{num_bytes / (1 << 20):.1f} MB"
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    name: str
+    num_bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    """What the engine will take on its device. KV comes last and gets what the limit leaves.
+
+    Attributes:
+        rows: everything but KV.
+        limit_bytes: what all rows and KV may fill together.
+        limit_reason: where the limit comes from.
+        bytes_per_token: KV of one token in all layers.
+        num_tokens: KV slots that requests can hold (`max_total_num_tokens`); the pool has a dummy page more.
+        page_size: tokens in a page.
+    """
+
+    rows: tuple[LedgerRow, ...]
+    limit_bytes: int
+    limit_reason: str
+    bytes_per_token: int
+    num_tokens: int
+    page_size: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def weight_bytes(self) -> int:
+        return next(row.num_bytes for row in self.rows if row.name == "weights")
+
+    @property
+    def kv_bytes(self) -> int:
+        return (self.num_tokens + self.page_size) * self.bytes_per_token
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed_bytes + self.kv_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        return self.limit_bytes - self.total_bytes
+
+    def all_rows(self) -> tuple[LedgerRow, ...]:
+        detail = f"{self.num_tokens} tokens x {self.bytes_per_token} B, and a dummy page of {self.page_size}"
+        return (*self.rows, LedgerRow("KV cache", self.kv_bytes, detail))
+
+    def lines(self) -> list[str]:
+        """An aligned table, one line a row, sum and limit below."""
+        rows = [
+            *self.all_rows(),
+            LedgerRow("sum", self.total_bytes, ""),
+            LedgerRow("limit", self.limit_bytes, self.limit_reason),
+            LedgerRow("left over", self.spare_bytes, ""),
+        ]
+        name = max(len(row.name) for row in rows)
+        size = max(len(gb(row.num_bytes)) for row in rows)
+        return [f"{row.name:<{name}}  {gb(row.num_bytes):>{size}}  {row.detail}".rstrip() for row in rows]
+
+    def sum_text(self) -> str:
+        """``weights 640.00 GB + activations 1.20 GB + ...`` without KV, largest first, nothing below 1 MB."""
+        ordered = sorted(self.rows, key=lambda row: -row.num_bytes)
+        return " + ".join(f"{row.name} {gb(row.num_bytes)}" for row in ordered if row.num_bytes >= 1 << 20)
+
+
+def tokens_that_fit(num_bytes: int, bytes_per_token: int, page_size: int) -> int:
+    """KV slots, a multiple of the page, that fit into so many bytes beside the dummy page; 0 if none do."""
+    tokens = num_bytes // bytes_per_token - page_size
+    return max(0, tokens - tokens % page_size)
+
+
+def slot_table_bytes(max_running_requests: int, context_len: int) -> int:
+    """int32 [rows, context + padding]: the KV slot of every position of every running request."""
+    return max_running_requests * (context_len + TABLE_PADDING) * 4

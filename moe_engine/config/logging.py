@@ -1,0 +1,32 @@
+"""What is written to the log and to /metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.field import flag
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class LoggingArgs:
+    log_level: str = flag(
+        "info", "Least severe messages that are printed.", choices=LEVELS, synonyms={"warn": "warning"}
+    )
+    log_level_http: str | None = flag(
+        None,
+        "The same for lines of the HTTP server. Left out: --log-level.",
+        choices=LEVELS,
+        synonyms={"warn": "warning"},
+    )
+    log_requests: bool = flag(False, "Log each request when it arrives and when it ends.")
+    log_requests_level: int = flag(
+        2,
+        "What --log-requests writes. 0: metadata; 1: and sampling parameters; 2: and the beginning of texts; "
+        "3: everything.",
+        metavar="0..3",
+    )
+    enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.")
+    decode_log_interval: int = flag(40, "Decode steps between two `Decode batch` lines.", metavar="STEPS")
+    show_time_cost: bool = flag(False, "Log how long the parts of start-up took.")

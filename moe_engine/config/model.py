@@ -1,0 +1,99 @@
+"""Which model is served and how its files are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.field import flag
+from moe_engine.config.values import parse_count, parse_json_object
+
+OTHER_FORMATS = "other checkpoint formats"
+OTHER_QUANTIZATION = "other quantisation schemes"
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    model_path: str | None = flag(
+        None,
+        "Folder of the checkpoint (config.json, *.safetensors, tokenizer.json) or a hub id such as "
+        "deepseek-ai/DeepSeek-V2-Lite. Left out: the small model embedded in this package, to try the engine at once.",
+        aliases=("--model",),
+        metavar="PATH",
+    )
+    tokenizer_path: str | None = flag(
+        None, "Folder or hub id of the tokenizer. Left out: the model's own.", metavar="PATH"
+    )
+    tokenizer_mode: str = flag(
+        "auto", "auto takes the fast tokenizer where there is one; slow the Python one.", choices=("auto", "slow")
+    )
+    skip_tokenizer_init: bool = flag(
+        False, "Load no tokenizer: clients send input_ids and read output_ids; requests with text are refused."
+    )
+    load_format: str = flag(
+        "auto",
+        "auto and safetensors read *.safetensors; dummy fills the weights with random values (for measurements).",
+        choices=("auto", "safetensors", "dummy"),
+        later=dict.fromkeys(
+            ("pt", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered", "remote", "presharded", "mistral",
+             "fastsafetensors", "runai_streamer", "remote_instance", "flash_rl", "instanttensor", "expert_pack"),
+            OTHER_FORMATS,
+        ),
+    )  # fmt: skip
+    trust_remote_code: bool = flag(
+        False, "Let the tokenizer run Python code that lies in the checkpoint. Model code of a checkpoint never runs."
+    )
+    dtype: str = flag(
+        "auto",
+        "Number format of weights and activations. auto: the checkpoint's (bfloat16 or float32 on a CPU, where a "
+        "float16 checkpoint becomes bfloat16; float32 becomes float16 on a GPU, as in SGLang). half is float16, "
+        "float is float32.",
+        choices=("auto", "float16", "bfloat16", "float32"),
+        synonyms={"half": "float16", "float": "float32"},
+    )
+    quantization: str | None = flag(
+        None,
+        "How the weights are quantised. Left out: as config.json says. fp8: DeepSeek's 128x128 blocks; a CPU "
+        "dequantises them while loading.",
+        choices=("fp8",),
+        later=dict.fromkeys(
+            ("awq", "gptq", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8",
+             "modelopt_fp4", "modelopt_mixed", "w8a8_int8", "w8a8_fp8", "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online",
+             "w4afp8", "quark", "quark_mxfp4", "compressed-tensors", "auto-round", "qoq", "petit_nvfp4"),
+            OTHER_QUANTIZATION,
+        ),
+    )  # fmt: skip
+    context_length: int | None = flag(
+        None,
+        "Longest prompt plus answer, in tokens. Left out: what config.json says. Smaller saves slot tables and, on a "
+        "CPU, KV memory.",
+        parse=parse_count,
+        metavar="TOKENS",
+    )
+    device: str | None = flag(
+        None,
+        "cpu or cuda. Left out: cuda where torch can use one, cpu elsewhere.",
+        choices=("cpu", "cuda"),
+        later=dict.fromkeys(("xpu", "hpu", "npu", "musa", "mps"), "other accelerators"),
+    )
+    served_model_name: str | None = flag(
+        None, "Name of the model in /v1/models and in answers. Left out: the model path.", metavar="NAME"
+    )
+    chat_template: str | None = flag(
+        None,
+        "File with a Jinja chat template (or JSON with a `chat_template`), or the template itself. Left out: the "
+        "tokenizer's own.",
+        metavar="FILE",
+    )
+    revision: str | None = flag(None, "Branch, tag or commit of a hub model.", metavar="REV")
+    download_dir: str | None = flag(
+        None, "Folder that hub models are downloaded to. Left out: the hub's cache.", metavar="DIR"
+    )
+    json_model_override_args: str = flag(
+        "{}",
+        "JSON object that replaces values of config.json, for instance '{\"max_position_embeddings\": 8192}'.",
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+    random_seed: int | None = flag(
+        None, "Seed of sampling and of dummy weights. Left out: drawn at start and printed.", metavar="SEED"
+    )

@@ -1,0 +1,298 @@
+"""Resolve once, then freeze: every ``auto`` becomes concrete in one pure function that records its reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_engine.config import contradictions
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.checkpoint import CheckpointFacts
+from moe_engine.config.ledger import MemoryLedger
+from moe_engine.config.logging import LoggingArgs
+from moe_engine.config.machine import Machine
+from moe_engine.config.scheduling import SchedulingArgs
+from moe_engine.config.server import ServerArgs
+from moe_engine.config.sizing import CPU_MAX_RUNNING, GPU_MAX_RUNNING, Sizing, SizingInput, StepShape, size_memory
+from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.models.config import ModelConfig, activation_dtype
+from moe_engine.models.demo import CHECKPOINT_DIR
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+CPU_CHUNK = 2048
+# GPU memory in GiB (below) -> tokens of a prefill chunk: SGLang's steps
+GPU_CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
+INPUT_MARGIN = 5
+"""A prompt must leave room for so many further tokens (SGLang's margin)."""
+
+DEMO_NAME = "demo"
+BACKEND_FIELDS = {
+    "attention": "attention_backend",
+    "experts": "moe_runner_backend",
+    "linear": "linear_backend",
+    "ops": "ops_backend",
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A value that the user left open (or spelled loosely), what it became, and why."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The configuration of one engine: concrete, frozen, and small enough to be pickled to its processes.
+
+    `args` is what was asked for; its `scheduling`, `logging` and `server` parts leave nothing open and are used as they
+    are. `chunked_prefill_size` -1 means no chunking. Sizes are tokens.
+    """
+
+    args: EngineArgs
+    model: ModelConfig
+    machine: Machine
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    context_len: int
+    page_size: int
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    max_running_requests: int
+    mem_fraction_static: float
+    random_seed: int
+    cpu_threads: int
+    ledger: MemoryLedger
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def max_total_num_tokens(self) -> int:
+        """KV slots that requests can hold; the pool's dummy page is not counted."""
+        return self.ledger.num_tokens
+
+    @property
+    def max_req_len(self) -> int:
+        """Longest prompt plus answer."""
+        return min(self.context_len - 1, self.max_total_num_tokens - 1)
+
+    @property
+    def max_req_input_len(self) -> int:
+        return self.max_req_len - INPUT_MARGIN
+
+    @property
+    def scheduling(self) -> SchedulingArgs:
+        return self.args.scheduling
+
+    @property
+    def logging(self) -> LoggingArgs:
+        return self.args.logging
+
+    @property
+    def server(self) -> ServerArgs:
+        return self.args.server
+
+    @property
+    def asked_backends(self) -> dict[str, str]:
+        """Backend asked for by kernel family, as `kernels.backends.choose` takes it."""
+        return {family: getattr(self.args.backends, name) for family, name in BACKEND_FIELDS.items()}
+
+
+class _Record:
+    """Collects decisions while values are chosen."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def note(self, name: str, value: Any, reason: str) -> Any:
+        self.decisions.append(Decision(name, value, reason))
+        return value
+
+
+def resolve(
+    args: EngineArgs,
+    model: ModelConfig,
+    machine: Machine,
+    *,
+    model_path: str = "",
+    checkpoint: CheckpointFacts | None = None,
+    drawn_seed: int = 0,
+) -> ResolvedConfig:
+    """Makes everything concrete. Pure: the same arguments give the same configuration.
+
+    Args:
+        model_path: local folder of the checkpoint; `args.model.model_path` when empty.
+        checkpoint: sums over the weight files, where there are any.
+        drawn_seed: the seed to use when the user gave none.
+
+    Raises:
+        ConfigError: a value out of range, flags that contradict each other (both are named), or a launch that does not
+            fit into memory (with the sum and the nearest flags that fit).
+    """
+    contradictions.check(args)
+    record = _Record()
+    path = model_path or args.model.model_path or ""
+    device = record.note("device", machine.device, machine.device_reason or "asked for")
+    dtype = _dtype(args, model, machine, record)
+    kv_dtype = _kv_dtype(args, dtype, record)
+    _check_quantization(args, model, record)
+    context_len = _context_len(args, model, record)
+    page_size = args.memory.page_size or record.note("page_size", 1, "every backend here works on single tokens")
+    chunk = _chunk(args, machine, page_size, record)
+    sizing = _size(args, model, machine, dtype, context_len, page_size, chunk, checkpoint)
+    _note_sizes(args, sizing, record)
+    _note_backends(args, record)
+    seed = args.model.random_seed
+    threads = args.backends.cpu_threads
+    return ResolvedConfig(
+        args=args,
+        model=model,
+        machine=machine,
+        model_path=path,
+        tokenizer_path=args.model.tokenizer_path or record.note("tokenizer_path", path, "the model's own"),
+        served_model_name=args.model.served_model_name or _served_name(args, path, record),
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        context_len=context_len,
+        page_size=page_size,
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=args.memory.max_prefill_tokens,
+        max_running_requests=sizing.max_running_requests,
+        mem_fraction_static=sizing.mem_fraction_static,
+        random_seed=record.note("random_seed", drawn_seed, "drawn at start") if seed is None else seed,
+        cpu_threads=threads or record.note("cpu_threads", machine.cores, "physical cores this process may use"),
+        ledger=sizing.ledger,
+        decisions=tuple(record.decisions),
+        notes=(*contradictions.remarks(args), *_size_remarks(context_len, sizing)),
+    )
+
+
+def _served_name(args: EngineArgs, path: str, record: _Record) -> str:
+    if args.model.model_path is None or Path(path) == CHECKPOINT_DIR:
+        return record.note("served_model_name", DEMO_NAME, "the embedded model")
+    return record.note("served_model_name", args.model.model_path, "the model path")
+
+
+def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
+    tokens = sizing.ledger.num_tokens
+    if tokens >= context_len:
+        return []
+    return [f"the KV cache holds {tokens} tokens: requests end there, before the context length of {context_len}"]
+
+
+def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: _Record) -> str:
+    asked = args.model.dtype
+    dtype = activation_dtype(model, asked, machine.device)
+    if asked != "auto":
+        return dtype
+    if dtype == "float16" and machine.device == "cpu":
+        return record.note("dtype", "bfloat16", "the checkpoint is float16, and CPU kernels compute in bfloat16")
+    if model.quant is not None:
+        return record.note("dtype", dtype, f"{model.quant.method} weights compute in it")
+    return record.note("dtype", dtype, f"the checkpoint is {model.checkpoint_dtype}")
+
+
+def _kv_dtype(args: EngineArgs, dtype: str, record: _Record) -> str:
+    asked = args.memory.kv_cache_dtype
+    if asked == "auto":
+        return record.note("kv_cache_dtype", dtype, "that of the activations")
+    if asked != dtype:
+        raise ConfigError(
+            f"--kv-cache-dtype {asked} with activations in {dtype} (--dtype {args.model.dtype}): attention reads both "
+            f"in one format; drop --kv-cache-dtype, or use --dtype {asked}"
+        )
+    return asked
+
+
+def _check_quantization(args: EngineArgs, model: ModelConfig, record: _Record) -> None:
+    asked, found = args.model.quantization, model.quant.method if model.quant else None
+    if asked is not None and found is None:
+        raise NotAvailableYet(
+            f"--quantization {asked}: config.json of {model.source} says that the weights are not quantised, and "
+            "quantising while loading is not available yet in moe-engine; leave it out"
+        )
+    if asked is None and found is not None:
+        record.note("quantization", found, "config.json says so")
+
+
+def _context_len(args: EngineArgs, model: ModelConfig, record: _Record) -> int:
+    asked, longest = args.model.context_length, model.context_length
+    if asked is None:
+        return record.note("context_length", longest, "config.json")
+    if asked > longest:
+        raise ConfigError(
+            f"--context-length {asked}: the model was made for {longest} tokens (config.json); use at most {longest}, "
+            "or say that you mean it with --json-model-override-args "
+            f"'{{\"max_position_embeddings\": {asked}}}'"
+        )
+    return asked
+
+
+def _chunk(args: EngineArgs, machine: Machine, page_size: int, record: _Record) -> int:
+    asked = args.memory.chunked_prefill_size
+    if asked is not None:
+        return asked
+    if machine.device == "cpu":
+        size, reason = CPU_CHUNK, "the default on a CPU"
+    else:
+        total_gib = machine.total_bytes / (1 << 30)
+        size = next((tokens for below, tokens in GPU_CHUNKS if total_gib < below), 16384)
+        reason = f"SGLang's step for {total_gib:.0f} GB of GPU memory"
+    rounded = max(page_size, size - size % page_size)
+    if rounded != size:
+        reason += f", in whole pages of {page_size}"
+    return record.note("chunked_prefill_size", rounded, reason)
+
+
+def _size(
+    args: EngineArgs,
+    model: ModelConfig,
+    machine: Machine,
+    dtype: str,
+    context_len: int,
+    page_size: int,
+    chunk: int,
+    checkpoint: CheckpointFacts | None,
+) -> Sizing:
+    memory = args.memory
+    cap = CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING
+    if memory.max_total_tokens is not None:
+        cap = max(1, min(cap, memory.max_total_tokens // 2))
+    running = memory.max_running_requests or cap
+    shape = StepShape(chunk, memory.max_prefill_tokens, running, context_len, args.scheduling.enable_mixed_chunk)
+    return size_memory(
+        SizingInput(
+            model=model,
+            machine=machine,
+            dtype=dtype,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            page_size=page_size,
+            shape=shape,
+            mem_fraction=memory.mem_fraction_static,
+            max_total_tokens=memory.max_total_tokens,
+            running_is_auto=memory.max_running_requests is None,
+            checkpoint=checkpoint,
+        )
+    )
+
+
+def _note_sizes(args: EngineArgs, sizing: Sizing, record: _Record) -> None:
+    if args.memory.max_total_tokens is None:
+        record.note("max_total_tokens", sizing.ledger.num_tokens, sizing.tokens_reason)
+    if args.memory.max_running_requests is None:
+        record.note("max_running_requests", sizing.max_running_requests, sizing.running_reason)
+    if args.memory.mem_fraction_static is None:
+        record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)
+
+
+def _note_backends(args: EngineArgs, record: _Record) -> None:
+    if args.backends.sampling_backend == "auto":
+        record.note("sampling_backend", "pytorch", "the only one here")

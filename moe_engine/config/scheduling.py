@@ -1,0 +1,51 @@
+"""Which request runs next, and how much of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.field import flag
+from moe_engine.config.values import parse_count
+
+MORE_POLICIES = "more schedule policies"
+CACHE_AWARE_POLICIES = ("lpm", "dfs-weight")
+
+
+@dataclass(frozen=True)
+class SchedulingArgs:
+    schedule_policy: str = flag(
+        "fcfs",
+        "Order of the waiting queue. fcfs: arrival; lpm: longest cached prefix first; dfs-weight: by weight of the "
+        "prefix tree; lof: longest max_new_tokens first; random: shuffled every step; priority: by the requests' "
+        "priority.",
+        choices=("fcfs", "lpm", "dfs-weight", "lof", "random", "priority"),
+        later=dict.fromkeys(("routing-key", "hrrn", "shortest-prefill-first"), MORE_POLICIES),
+    )
+    schedule_conservativeness: float = flag(
+        1.0,
+        "Above 1 admits fewer requests at a time (fewer are thrown back when KV runs out), below 1 more. Scales the "
+        "share of max_new_tokens that is reserved on admission (0.7 at first).",
+        metavar="FACTOR",
+    )
+    enable_mixed_chunk: bool = flag(
+        False, "Let running requests take their next token in the same step as a prompt chunk."
+    )
+    disable_overlap_schedule: bool = flag(
+        False, "Wait for each step before the next is scheduled. Slower; for debugging."
+    )
+    disable_radix_cache: bool = flag(False, "Keep no KV of finished requests: no prompt prefix is reused.")
+    enable_priority_scheduling: bool = flag(
+        False, "Order by the requests' priority first; larger is more urgent. Works with fcfs and lof."
+    )
+    schedule_low_priority_values_first: bool = flag(False, "With priority scheduling: smaller numbers are more urgent.")
+    priority_scheduling_preemption_threshold: int = flag(
+        10, "A waiting request displaces a running one when its priority is better by more than this.", metavar="N"
+    )
+    max_queued_requests: int | None = flag(
+        None, "Longest waiting queue; requests beyond it get status 503. Left out: no limit.", metavar="N"
+    )
+    prefill_max_requests: int | None = flag(None, "Most prompts started in one step. Left out: no limit.", metavar="N")
+    stream_interval: int = flag(
+        1, "Tokens between two pieces of a streamed answer. Larger saves work on the host.", metavar="TOKENS",
+        parse=parse_count,
+    )  # fmt: skip

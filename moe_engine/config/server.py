@@ -1,0 +1,82 @@
+"""The HTTP front end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.field import flag
+from moe_engine.config.values import parse_json_object
+
+MORE_PARSERS = "more output parsers"
+
+
+def _reasoning_parsers() -> tuple[str, ...]:
+    from moe_engine.tokenizer.reasoning import REASONING_PARSERS
+
+    return REASONING_PARSERS
+
+
+def _tool_call_parsers() -> tuple[str, ...]:
+    from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
+
+    return tuple(TOOL_FORMATS)
+
+
+@dataclass(frozen=True)
+class ServerArgs:
+    host: str = flag(
+        "127.0.0.1", "Address to listen on. 0.0.0.0 serves other machines too: then set --api-key.", metavar="ADDRESS"
+    )
+    port: int = flag(30000, "Port to listen on; 0 takes a free one.", metavar="PORT")
+    api_key: str | None = flag(
+        None, "Key that clients must send as `Authorization: Bearer KEY`. Left out: no key.", metavar="KEY"
+    )
+    admin_api_key: str | None = flag(
+        None, "Key of the endpoints that change the engine, such as /flush_cache. Left out: --api-key.", metavar="KEY"
+    )
+    enable_cache_report: bool = flag(
+        False, "Report in `usage.prompt_tokens_details.cached_tokens` how many prompt tokens came from the cache."
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "Splits the model's thinking from its answer into `reasoning_content`.",
+        choices=_reasoning_parsers,
+        later=dict.fromkeys(
+            ("auto", "qwen3", "qwen3-thinking", "kimi", "kimi_k2", "glm45", "minimax", "minimax-append-think",
+             "gpt-oss", "step3", "deepseek-v4", "deepseek-v41", "mistral", "nemotron_3", "hunyuan", "mimo"),
+            MORE_PARSERS,
+        ),
+    )  # fmt: skip
+    tool_call_parser: str | None = flag(
+        None,
+        "Turns the model's tool calls into `tool_calls`; the name says the format.",
+        choices=_tool_call_parsers,
+        later=dict.fromkeys(
+            ("auto", "deepseekv32", "deepseekv4", "deepseekv41", "qwen", "qwen25", "qwen3_coder", "llama3", "mistral",
+             "kimi_k2", "glm", "glm45", "glm47", "pythonic", "gpt-oss", "step3", "minimax-m2", "hermes", "hunyuan",
+             "mimo"),
+            MORE_PARSERS,
+        ),
+    )  # fmt: skip
+    incremental_streaming_output: bool = flag(
+        False,
+        "Stream on /generate only the new text of each piece instead of all text so far.",
+        old=("--stream-output",),
+    )
+    sampling_defaults: str = flag(
+        "model",
+        "Where the OpenAI endpoints take sampling fields from that a request leaves out. model: generation_config.json "
+        "of the checkpoint; openai: OpenAI's own defaults.",
+        choices=("model", "openai"),
+    )
+    preferred_sampling_params: str = flag(
+        "{}",
+        "JSON object with defaults for the sampling_params of /generate, for instance '{\"temperature\": 0}'.",
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+    allow_auto_truncate: bool = flag(False, "Cut prompts that are too long instead of refusing them.")
+    watchdog_timeout: float = flag(
+        300.0, "Seconds after which a step that does not end is reported and the engine is stopped.", metavar="SECONDS"
+    )
+    skip_server_warmup: bool = flag(False, "Report ready without first running a small request.")

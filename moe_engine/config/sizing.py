@@ -1,0 +1,250 @@
+"""How many KV slots and running requests there are: the ledger filled in, or a refusal with the nearest that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_engine.config.checkpoint import CheckpointFacts
+from moe_engine.config.ledger import GB, LedgerRow, MemoryLedger, gb, slot_table_bytes, tokens_that_fit
+from moe_engine.config.machine import Machine
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import ModelConfig
+
+CPU_SHARE = 0.8
+"""Part of the available memory an engine on a CPU takes on its own; the rest is left to the machine's user."""
+
+GPU_RESERVE_BYTES = GB
+GPU_RESERVE_SHARE = 0.04
+CPU_MAX_RUNNING = 256
+GPU_MAX_RUNNING = 2048
+PROCESS_BYTES = 768 << 20
+"""Two Python processes with their libraries, torch in one of them."""
+
+WORKSPACE_BYTES = 64 << 20
+"""Scratch memory of kernels over all threads."""
+
+MIN_USEFUL_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What decides the largest step. `chunk` -1: whole prompts."""
+
+    chunk: int
+    max_prefill_tokens: int
+    running: int
+    context_len: int
+    mixed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        prompt = max(self.max_prefill_tokens, self.context_len) if self.chunk == -1 else self.chunk
+        return prompt + self.running if self.mixed else max(prompt, self.running)
+
+
+@dataclass(frozen=True)
+class SizingInput:
+    """Everything the ledger depends on; `mem_fraction` and `max_total_tokens` None mean auto."""
+
+    model: ModelConfig
+    machine: Machine
+    dtype: str
+    dtype_bytes: int
+    page_size: int
+    shape: StepShape
+    mem_fraction: float | None
+    max_total_tokens: int | None
+    running_is_auto: bool
+    checkpoint: CheckpointFacts | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.model.kv_bytes_per_token(self.dtype_bytes)
+
+    @property
+    def min_tokens(self) -> int:
+        """KV slots without which nothing can be served."""
+        wanted = self.max_total_tokens or min(self.shape.context_len, MIN_USEFUL_TOKENS)
+        return -(-wanted // self.page_size) * self.page_size
+
+
+@dataclass(frozen=True)
+class Sizing:
+    ledger: MemoryLedger
+    tokens_reason: str
+    max_running_requests: int
+    running_reason: str
+    mem_fraction_static: float
+    fraction_reason: str
+
+
+def size_memory(given: SizingInput) -> Sizing:
+    """Fills the ledger. Raises ConfigError with the sum and the nearest flags that fit, when it does not fit."""
+    rows = fixed_rows(given)
+    limit, limit_reason = memory_limit(given, rows)
+    fits = _fitting_tokens(given, rows, limit)
+    if fits < given.min_tokens:
+        raise _refusal(given, rows, limit, limit_reason, fits)
+    tokens, reason = _choose_tokens(given, fits)
+    ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, given.page_size)
+    running, running_reason = _choose_running(given, tokens)
+    if given.mem_fraction is not None:
+        return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for")
+    fraction = (ledger.weight_bytes + ledger.kv_bytes) / given.machine.total_bytes
+    return Sizing(
+        ledger, reason, running, running_reason, round(fraction, 4), "weights and KV of the ledger / total memory"
+    )
+
+
+def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
+    """Everything but KV, for one rank that holds the whole model."""
+    shape, model = given.shape, given.model
+    weights = model.weight_bytes(given.dtype_bytes)
+    detail = f"{model.num_parameters() / 1e9:.2f} B parameters as {given.dtype}"
+    if model.quant is not None:
+        detail += f", {model.quant.method} dequantised while loading"
+    if given.checkpoint is not None:
+        weights += max(0, given.checkpoint.num_elements - model.num_parameters()) * given.dtype_bytes
+        files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
+        detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
+    step = model.largest_step_activation_bytes(shape.num_tokens, given.dtype_bytes)
+    logits = shape.running * model.vocab_size * (given.dtype_bytes + 3 * 4)
+    rows = [
+        LedgerRow("weights", weights, detail),
+        LedgerRow("activations", step, f"a step of {shape.num_tokens} tokens"),
+        LedgerRow("logits and sampling", logits, f"{shape.running} rows of {model.vocab_size}"),
+        LedgerRow(
+            "slot tables",
+            slot_table_bytes(shape.running, shape.context_len),
+            f"{shape.running} requests x {shape.context_len} positions",
+        ),
+        LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
+    ]
+    if given.machine.device == "cpu":
+        rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
+    return tuple(rows)
+
+
+def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, str]:
+    """What the engine may fill in all, and why."""
+    machine = given.machine
+    if given.mem_fraction is not None:
+        static = int(given.mem_fraction * machine.total_bytes)
+        others = sum(row.num_bytes for row in rows if row.name != "weights")
+        if static + others > machine.available_bytes:
+            return machine.available_bytes, f"available memory, {machine.source}"
+        share = f"--mem-fraction-static {given.mem_fraction:g} of {gb(machine.total_bytes)} for weights and KV"
+        return static + others, share + ", and the rows between them"
+    if machine.device == "cpu":
+        available = gb(machine.available_bytes)
+        return int(CPU_SHARE * machine.available_bytes), f"{CPU_SHARE:.0%} of {available} available, {machine.source}"
+    reserve = max(GPU_RESERVE_BYTES, int(GPU_RESERVE_SHARE * machine.total_bytes))
+    return machine.available_bytes - reserve, f"{gb(machine.available_bytes)} free, less a reserve of {gb(reserve)}"
+
+
+def _fitting_tokens(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int) -> int:
+    left = limit - sum(row.num_bytes for row in rows)
+    return tokens_that_fit(left, given.bytes_per_token, given.page_size)
+
+
+def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
+    page = given.page_size
+    if given.max_total_tokens is not None:
+        asked = given.max_total_tokens - given.max_total_tokens % page
+        return asked, "asked for" if asked == given.max_total_tokens else f"asked for, whole pages of {page}"
+    useful = given.shape.context_len * given.shape.running
+    useful += -useful % page
+    if given.machine.device == "cpu" and useful <= fits:
+        return useful, f"{given.shape.running} requests of {given.shape.context_len} tokens cannot use more"
+    return fits, "what the memory ledger leaves for KV"
+
+
+def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
+    """SGLang's clamp(tokens / context * 512, 2048, 4096), at most tokens / 2, with a cap of the device."""
+    running = given.shape.running
+    if not given.running_is_auto:
+        return running, "asked for"
+    half = max(1, tokens // 2)
+    if half < running:
+        return half, f"half of the {tokens} KV tokens"
+    if given.machine.device == "cpu":
+        return running, "SGLang's rule gives 2048 or more; on a CPU a step's time grows with every request"
+    return running, "the least that SGLang's rule gives; more would take memory from KV"
+
+
+def _refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_reason: str, fits: int) -> ConfigError:
+    per_token = given.bytes_per_token
+    ledger = MemoryLedger(rows, limit, limit_reason, per_token, given.min_tokens, given.page_size)
+    if fits > 0 and given.max_total_tokens is not None:
+        return ConfigError(
+            f"--max-total-tokens {given.max_total_tokens} needs {gb(ledger.kv_bytes)} of KV ({per_token} B a token): "
+            f"at most {fits} fit, because {ledger.sum_text()} leave {gb(max(0, limit - ledger.fixed_bytes))} of "
+            f"{gb(limit)} ({limit_reason}); use --max-total-tokens {fits}{_or(_other_ways(given))}"
+        )
+    kv = f" + KV of {given.min_tokens} tokens {gb(ledger.kv_bytes)}"
+    message = (
+        f"{given.model.source}: {ledger.sum_text()}{kv} = {gb(ledger.total_bytes)}, but this machine offers "
+        f"{gb(limit)} ({limit_reason}); "
+    )
+    ways = _other_ways(given)
+    if ways:
+        return ConfigError(message + "it fits with " + " or with ".join(ways))
+    if given.machine.device == "cpu":
+        least = int((ledger.weight_bytes + PROCESS_BYTES) / CPU_SHARE)
+    else:
+        least = int(ledger.weight_bytes * (1 + GPU_RESERVE_SHARE)) + GPU_RESERVE_BYTES
+    return ConfigError(
+        message + f"no flag changes that: the weights alone ask for a machine with more than {gb(least)} of free memory"
+    )
+
+
+def _or(ways: list[str]) -> str:
+    return "".join(f", or {way}" for way in ways)
+
+
+def _other_ways(given: SizingInput) -> list[str]:
+    """Flags with which the same launch fits, nearest first: a smaller step, or a larger share of the memory."""
+    ways = []
+    for flags, shape in _smaller_shapes(given):
+        smaller = dataclasses.replace(given, shape=shape)
+        rows = fixed_rows(smaller)
+        limit, _ = memory_limit(smaller, rows)
+        if _fitting_tokens(smaller, rows, limit) >= smaller.min_tokens:
+            ways.append(" ".join(flags))
+            break
+    fraction = _sufficient_fraction(given)
+    if fraction is not None:
+        ways.append(f"--mem-fraction-static {fraction:g}")
+    return ways
+
+
+def _smaller_shapes(given: SizingInput) -> Iterator[tuple[list[str], StepShape]]:
+    """Ever smaller steps, each with the flags that ask for it."""
+    page = given.page_size
+    for chunk, running, context in ((512, 0, 0), (512, 64, 0), (512, 32, 32768), (256, 8, 8192), (128, 1, 1024)):
+        shape, flags = given.shape, []
+        chunk = max(page, chunk - chunk % page)
+        if shape.chunk == -1 or chunk < shape.chunk:
+            shape = dataclasses.replace(shape, chunk=chunk)
+            flags.append(f"--chunked-prefill-size {chunk}")
+        if running and running < shape.running:
+            shape = dataclasses.replace(shape, running=running)
+            flags.append(f"--max-running-requests {running}")
+        if context and context < shape.context_len:
+            shape = dataclasses.replace(shape, context_len=context)
+            flags.append(f"--context-length {context}")
+        if flags:
+            yield flags, shape
+
+
+def _sufficient_fraction(given: SizingInput) -> float | None:
+    """The --mem-fraction-static with which the launch fits into nearly all available memory, or None."""
+    rows = fixed_rows(given)
+    ledger = MemoryLedger(rows, 0, "", given.bytes_per_token, given.min_tokens, given.page_size)
+    if ledger.total_bytes > 0.97 * given.machine.available_bytes:
+        return None
+    static = (ledger.weight_bytes + ledger.kv_bytes) / given.machine.total_bytes
+    fraction = int(static * 1000 + 1) / 1000
+    return fraction if fraction < 1 and fraction != given.mem_fraction else None

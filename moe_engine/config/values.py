@@ -1,0 +1,109 @@
+"""From the text of a flag, or the value of a keyword, to the value of its field; every refusal names the flag."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any
+
+from moe_engine.config.field import FieldInfo, Flag
+from moe_engine.errors import ConfigError, NotAvailableYet
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_count(text: str) -> int:
+    """``4096``, ``64k`` (64000), ``1M``, ``8Ki`` (8192). Raises ValueError."""
+    lower = text.strip().lower().replace("_", "")
+    for suffix in sorted(SUFFIXES, key=len, reverse=True):
+        if lower.endswith(suffix):
+            value = float(lower[: -len(suffix)]) * SUFFIXES[suffix]
+            if value != int(value):
+                raise ValueError(f"{text} is not a whole number")
+            return int(value)
+    return int(lower)
+
+
+def parse_json_object(text: str) -> str:
+    """Checks that the text is a JSON object and returns it unchanged. Raises ValueError."""
+    if not isinstance(json.loads(text), dict):
+        raise ValueError("must be a JSON object such as '{\"rope_theta\": 10000}'")
+    return text
+
+
+def refuse_later(given: str, part: str, instead: str) -> NotAvailableYet:
+    """The one wording for what a later part brings."""
+    return NotAvailableYet(f"{given}: not available yet in moe-engine (comes with {part}); {instead}")
+
+
+def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
+    """`` (did you mean X?)`` or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def to_field_value(info: FieldInfo, value: Any) -> Any:
+    """The checked value of a field.
+
+    Args:
+        value: text from the command line, or a Python value from a keyword or a YAML file.
+
+    Raises:
+        ConfigError: naming the flag, when the value has the wrong type or is not one of the choices.
+    """
+    if value is None:
+        if info.optional:
+            return None
+        raise ConfigError(f"{info.option}: needs a value")
+    converted = _convert(info, value)
+    return _choose(info.option, info.flag, converted, info.default) if isinstance(converted, str) else converted
+
+
+def _convert(info: FieldInfo, value: Any) -> Any:
+    if info.type is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise ConfigError(f"{info.option}: a switch is true or false, not {value!r}")
+    if isinstance(value, dict) and info.flag.parse is parse_json_object:
+        return json.dumps(value)
+    wrong_bool = isinstance(value, bool)
+    if info.type is str and not isinstance(value, str):
+        raise ConfigError(f"{info.option}: expected text, not {value!r}")
+    if isinstance(value, str):
+        return _parse(info, value)
+    if info.type is int and isinstance(value, float) and value == int(value):
+        return int(value)
+    allowed = (int,) if info.type is int else (int, float)
+    if wrong_bool or not isinstance(value, allowed):
+        raise ConfigError(f"{info.option}: expected {_noun(info)}, not {value!r}")
+    return info.type(value)
+
+
+def _parse(info: FieldInfo, text: str) -> Any:
+    parse = info.flag.parse or info.type
+    try:
+        return parse(text)
+    except ValueError as error:
+        detail = f" ({error})" if info.flag.parse and "invalid literal" not in str(error) else ""
+        raise ConfigError(f"{info.option} {text}: expected {_noun(info)}{detail}") from None
+
+
+def _noun(info: FieldInfo) -> str:
+    if info.flag.parse is parse_json_object:
+        return "a JSON object"
+    return {int: "a whole number", float: "a number", str: "text"}[info.type]
+
+
+def _choose(option: str, flag: Flag, value: str, default: Any) -> str:
+    allowed = flag.allowed()
+    if allowed is None or value in allowed:
+        return value
+    if value in flag.synonyms:
+        return flag.synonyms[value]
+    listed = ", ".join(allowed)
+    if value in flag.later:
+        instead = f"leave it out or use one of: {listed}"
+        raise refuse_later(f"{option} {value}", flag.later[value], instead)
+    raise ConfigError(f"{option} {value}: unknown value{nearest(value, allowed)}; choose one of: {listed}")

@@ -1,0 +1,68 @@
+"""What the text front end needs of a running engine. `engine.client` implements it; tests may fake it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moe_engine.engine.messages import AddRequest, RequestDelta
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Facts of a ready engine, fixed for its life."""
+
+    model_path: str
+    served_model_name: str
+    model_type: str
+    architectures: tuple[str, ...]
+    vocab_size: int
+    context_len: int
+    max_total_num_tokens: int
+    max_req_input_len: int
+    max_running_requests: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    dtype: str
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Health:
+    """Read from shared memory, never from a queue. Ages in seconds."""
+
+    alive: bool
+    ready: bool
+    last_step: int
+    last_step_age: float
+    """Since the last step ended; 0 while there is nothing to run."""
+    oldest_queued_age: float
+    num_running: int
+    num_waiting: int
+    num_used_tokens: int
+    dead: str | None = None
+    """Name and cause of a process that died, for instance ``engine core (pid 4242) was killed by SIGKILL``."""
+
+
+class EngineClient(Protocol):
+    info: EngineInfo
+
+    def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+        """Submits a request and yields what each step brings, merged if the reader is slow, until one has `finish`.
+
+        Closing the iterator early (client gone, stop string found) aborts the request.
+
+        Raises:
+            EngineDeadError: at once when the engine is or gets dead.
+        """
+
+    def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None: ...
+
+    async def call(self, method: str, **args: Any) -> Any:
+        """Control call to the core: ``flush_cache`` -> bool, ``internal_state`` -> dict (see core)."""
+
+    def health(self) -> Health: ...
+
+    async def shutdown(self, *, drain: bool = True) -> None: ...

@@ -1,0 +1,253 @@
+"""The loop of one rank: inbox -> scheduler -> worker -> events. One step in flight unless told otherwise.
+
+While step N runs on the worker's thread, this thread plans step N+1 (tokens that N will sample stay on the device),
+then takes N's result, appends its tokens and sends one message. The core never sees a tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import msgspec
+
+from moe_engine.engine import messages
+from moe_engine.engine.reporter import StepReporter
+from moe_engine.engine.status_board import StatusBoard
+from moe_engine.errors import InputError
+from moe_engine.scheduler.events import RequestEvent
+from moe_engine.scheduler.scheduler import NEEDS_DRAIN, Scheduler
+from moe_engine.types import FinishReason, LogprobSpec, Request, SamplingParams, StepPlan, StepResult, TokenLogprob
+
+logger = logging.getLogger("moe_engine")
+
+MAX_CONSECUTIVE_FAILURES = 3
+IDLE_POLL_SECONDS = 1.0
+_SEED_BITS = 63
+BOARD_INTERVAL_SECONDS = 0.05
+SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
+
+
+class StepWorker(Protocol):
+    """The part of `worker.Worker` the loop uses."""
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]: ...
+
+
+class Port(Protocol):
+    """Messages to and from the front end."""
+
+    def receive(self, timeout: float) -> list[messages.Message]:
+        """Everything that has arrived; waits up to `timeout` seconds for a first message."""
+
+    def send(self, message: messages.Message) -> None: ...
+
+
+class EngineCore:
+    """Drives a scheduler and a worker until told to shut down."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: StepWorker,
+        port: Port,
+        board: StatusBoard,
+        reporter: StepReporter,
+        *,
+        eos_token_ids: frozenset[int],
+        overlap: bool = True,
+        random_seed: int = 0,
+        worker_stats: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self._scheduler = scheduler
+        self._worker = worker
+        self.port = port
+        self._board = board
+        self._reporter = reporter
+        self._eos = eos_token_ids
+        self._overlap = overlap
+        self._seeds = random.Random(random_seed)
+        self._worker_stats = worker_stats
+        self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
+        self._stopping: messages.Shutdown | None = None
+        self._failures = 0
+        self._busy = False
+        self._step_number = 0
+        self._board_written = 0.0
+
+    def run(self) -> None:
+        """Serves until a `Shutdown`; raises what makes it impossible to go on."""
+        while True:
+            idle = self._in_flight is None and self._scheduler.is_idle()
+            if idle and self._stopping:
+                return
+            self._note_busy(not idle)
+            for message in self.port.receive(IDLE_POLL_SECONDS if idle else 0.0):
+                self._handle(message)
+            self._step()
+
+    # -- one turn
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule()
+        if plan is NEEDS_DRAIN:
+            self._collect()
+            return
+        launched = None
+        if plan is not None:
+            assert isinstance(plan, StepPlan)
+            self._reporter.planned(self._scheduler)
+            launched = (plan, self._worker.execute(plan))
+        self._collect()
+        self._in_flight = launched
+        if not self._overlap:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Waits for the step in flight, if any, and sends what it brought."""
+        if self._in_flight is None:
+            return
+        plan, future = self._in_flight
+        self._in_flight = None
+        try:
+            result = future.result()
+        except Exception as error:
+            self._step_failed(plan, error)
+            return
+        self._failures = 0
+        self._publish(self._scheduler.update(result))
+        self._reporter.finished(result)
+        self._step_number = plan.number
+        self._write_board(counts=time.monotonic() - self._board_written > BOARD_INTERVAL_SECONDS)
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        """A step raised: its requests, and all that share the cache with it, end with the reason; then go on."""
+        self._failures += 1
+        self._reporter.failed()
+        logger.error("Step %d failed: %s\n%s", plan.number, error, "".join(traceback.format_exception(error)))
+        reason = f"step {plan.number} failed: {type(error).__name__}: {error}"
+        self._publish(self._scheduler.fail_all(reason))
+        if self._failures >= MAX_CONSECUTIVE_FAILURES:
+            raise RuntimeError(f"{self._failures} steps in a row failed; the last: {reason}") from error
+
+    # -- messages
+
+    def _handle(self, message: messages.Message) -> None:
+        if isinstance(message, messages.AddRequest):
+            self._add(message)
+        elif isinstance(message, messages.AbortRequest):
+            self._publish(self._abort(message))
+        elif isinstance(message, messages.Call):
+            self.port.send(self._answer(message))
+        elif isinstance(message, messages.Shutdown):
+            self._stopping = message
+            if not message.drain:
+                self._publish(self._scheduler.abort("", abort_all=True, reason=SHUTTING_DOWN))
+
+    def _abort(self, message: messages.AbortRequest) -> list[RequestEvent]:
+        reason = FinishReason("abort", message=message.reason)
+        if message.all or message.prefix:
+            return self._scheduler.abort(message.rid, abort_all=message.all, reason=reason)
+        return self._scheduler.finish(message.rid, reason)
+
+    def _add(self, message: messages.AddRequest) -> None:
+        try:
+            self._publish(self._scheduler.add(self._request(message)))
+        except InputError as error:
+            finish = FinishReason("abort", message=error.message, status_code=error.status)
+            self._send_deltas([messages.RequestDelta(message.rid, [], finish.to_dict())])
+
+    def _request(self, message: messages.AddRequest) -> Request:
+        sampling = msgspec.convert(message.sampling, SamplingParams)
+        logprobs = None
+        if message.return_logprob:
+            logprobs = LogprobSpec(message.logprob_start, message.top_logprobs, tuple(message.token_ids_logprob))
+        return Request(
+            rid=message.rid,
+            prompt_ids=message.prompt_ids,
+            sampling=sampling,
+            max_new_tokens=message.max_new_tokens,
+            eos_token_ids=self._eos,
+            priority=message.priority,
+            arrival=message.arrival or time.monotonic(),
+            logprobs=logprobs,
+            extra_key=message.extra_key,
+            seed=self._seeds.getrandbits(_SEED_BITS) if message.seed is None else message.seed,
+        )
+
+    def _answer(self, call: messages.Call) -> messages.Reply:
+        if call.method == "flush_cache":
+            done = self._in_flight is None and self._scheduler.flush_cache()
+            return messages.Reply(id=call.id, value=done)
+        if call.method == "internal_state":
+            state = asdict(self._scheduler.stats()) | self._reporter.state() | self._worker_stats()
+            return messages.Reply(id=call.id, value=state)
+        if call.method == "check_integrity":
+            return messages.Reply(id=call.id, value=self._scheduler.check_integrity())
+        return messages.Reply(id=call.id, ok=False, value=f"unknown call {call.method!r}")
+
+    # -- output
+
+    def _publish(self, events: list[RequestEvent]) -> None:
+        if events:
+            self._send_deltas([_delta(event) for event in events])
+
+    def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
+        self.port.send(messages.StepOutput(deltas=deltas))
+
+    def _note_busy(self, busy: bool) -> None:
+        if busy != self._busy:
+            self._busy = busy
+            self._board.write(busy_since=time.monotonic() if busy else 0.0)
+            if not busy:
+                self._reporter.idle()
+                self._write_board(counts=True)
+
+    def _write_board(self, *, counts: bool) -> None:
+        if not counts:
+            self._board.write(step=self._step_number, step_end=time.monotonic())
+            return
+        stats = self._scheduler.stats()
+        now = self._board_written = time.monotonic()
+        self._board.write(
+            step=self._step_number,
+            step_end=now,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_used_tokens=stats.num_used,
+            token_usage=stats.token_usage,
+            gen_throughput=self._reporter.gen_throughput,
+            cache_hit_rate=stats.cache_hit_rate,
+            num_retracted=stats.num_retracted,
+            new_token_ratio=stats.new_token_ratio,
+            oldest_queued=now - stats.oldest_wait_seconds if stats.num_waiting else 0.0,
+        )
+
+
+def _delta(event: RequestEvent) -> messages.RequestDelta:
+    return messages.RequestDelta(
+        event.rid,
+        event.token_ids,
+        event.finish_reason.to_dict() if event.finish_reason else None,
+        [_logprob(x) for x in event.logprobs] if event.logprobs is not None else None,
+        [_logprob(x) for x in event.prompt_logprobs] if event.prompt_logprobs is not None else None,
+        event.cached_tokens,
+        event.retractions,
+        _queue_time(event),
+    )
+
+
+def _queue_time(event: RequestEvent) -> float:
+    """Seconds from the queue to the first step; known with the last event."""
+    timing = event.timing
+    return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0
+
+
+def _logprob(entry: TokenLogprob) -> list[Any]:
+    return [entry.token_id, entry.logprob, [list(t) for t in entry.top], [list(t) for t in entry.token_ids]]

@@ -1,0 +1,139 @@
+"""An engine core as its parent sees it: addresses, status board, readiness, death."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from moe_engine.engine import messages
+from moe_engine.engine.process import ChildProcess
+from moe_engine.engine.status_board import StatusBoard
+from moe_engine.errors import ConfigError, EngineDeadError
+from moe_engine.models import registry
+
+logger = logging.getLogger("moe_engine")
+
+CORE_MODULE = "moe_engine.engine.core_main"
+
+
+@dataclass(frozen=True)
+class CoreSpec:
+    """All a core process needs; travels as a pickle. `config` is the resolved configuration."""
+
+    config: Any
+    to_core_address: str
+    from_core_address: str
+    ready_address: str
+    board_path: Path
+    outside_models: list[tuple[str, str, str]]
+    """Architectures the user registered in the parent, as `models.registry.register` takes them."""
+    import_path: list[str]
+    """The parent's sys.path, where their modules are found."""
+
+
+class CoreProcess:
+    """Starts a core and watches it. `dead` is None or a sentence naming the process and how it ended."""
+
+    def __init__(self, config: Any, *, name: str = "engine core") -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="moe-engine-"))
+        self.to_core_address = f"ipc://{self._folder}/to-core"
+        self.from_core_address = f"ipc://{self._folder}/from-core"
+        ready_address = f"ipc://{self._folder}/ready"
+        self.board = StatusBoard(self._folder / "board", create=True)
+        self.dead: str | None = None
+        self._failure: str | None = None
+        self._expected = False
+        self._lock = threading.Lock()
+        self._listeners: list[tuple[Callable[[str], None], asyncio.AbstractEventLoop]] = []
+        self._ready = zmq.Context.instance().socket(zmq.PULL)
+        self._ready.bind(ready_address)
+        spec = CoreSpec(
+            config,
+            self.to_core_address,
+            self.from_core_address,
+            ready_address,
+            self._folder / "board",
+            outside_models=registry.added(),
+            import_path=list(sys.path),
+        )
+        self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def wait_ready(self, poll: float = 0.05) -> dict[str, Any]:
+        """Blocks until the core serves; returns its facts.
+
+        Raises:
+            ConfigError: the core refused the configuration or the checkpoint, with its message.
+            EngineDeadError: the core failed or died, with what it said.
+        """
+        try:
+            while True:
+                if self._ready.poll(int(poll * 1000)):
+                    message = messages.decode_from_core(self._ready.recv())
+                    if isinstance(message, messages.CoreReady):
+                        return message.info
+                    assert isinstance(message, messages.CoreFailed)
+                    self.expect_exit()
+                    self.stop(5.0)
+                    if message.error == "ConfigError":
+                        raise ConfigError(message.message)
+                    if message.traceback:
+                        logger.error("%s", message.traceback)
+                    raise EngineDeadError(message.message)
+                if self.dead and not self._ready.poll(0):
+                    self._cleanup()
+                    raise EngineDeadError(f"{self.dead} while starting; its last lines above say why")
+        finally:
+            if not self._ready.closed:
+                self._ready.close(0)
+
+    def on_death(self, listener: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Calls `listener(cause)` on `loop` when the core dies, at once if it has already."""
+        with self._lock:
+            self._listeners.append((listener, loop))
+            dead = self.dead
+        if dead:
+            loop.call_soon(listener, dead)
+
+    def note_failure(self, message: str) -> None:
+        """What the core said before it went; becomes part of the cause of death."""
+        self._failure = message
+
+    def expect_exit(self) -> None:
+        """The core was told to end: its exit is no failure."""
+        self._expected = True
+
+    def stop(self, grace: float) -> None:
+        self._child.stop(grace)
+        self._cleanup()
+
+    def _exited(self, how: str) -> None:
+        time.sleep(0.1)  # lets a last CoreFailed message arrive
+        cause = f"{how}: {self._failure}" if self._failure else how
+        with self._lock:
+            self.dead = cause
+            listeners = list(self._listeners)
+        if not self._expected:
+            logger.error("%s", cause)
+        for listener, loop in listeners:
+            try:
+                loop.call_soon_threadsafe(listener, cause)
+            except RuntimeError:
+                pass  # the loop is closed: nobody waits there any more
+
+    def _cleanup(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)

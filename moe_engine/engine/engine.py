@@ -1,0 +1,238 @@
+"""The offline API: an engine inside a Python program, without a server.
+
+The core runs in a process of its own, as under the server; requests go through the same front end. A daemon thread
+carries the event loop, so that the synchronous calls need none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from moe_engine import logs
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_plan import prepare
+from moe_engine.engine.client import CoreClient
+from moe_engine.engine.client_api import EngineInfo, Health
+from moe_engine.engine.frontend import Frontend, FrontendSettings
+from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.engine.start import engine_info, start_core
+from moe_engine.errors import EngineDeadError
+
+T = TypeVar("T")
+Output = dict[str, Any]
+
+_END = object()
+
+
+class Engine:
+    """A model that generates, with SGLang's offline interface.
+
+    Args:
+        model_path: a Hugging Face directory; None takes the embedded demonstration model.
+        flags: any flag of the server, as a keyword (``page_size=16``, ``dtype="float32"``).
+
+    Raises:
+        ConfigError: a flag, the model's config or its checkpoint is wrong; names it and the fix.
+        EngineDeadError: the engine process failed to start.
+
+    Example:
+        >>> with Engine() as engine:
+        ...     engine.generate("The capital of France is", {"temperature": 0, "max_new_tokens": 4})["text"]
+        ' Paris.'
+    """
+
+    def __init__(self, model_path: str | None = None, **flags: Any) -> None:
+        flags.setdefault("log_level", "warning")
+        if model_path is not None:
+            flags["model_path"] = model_path
+        args = EngineArgs.from_kwargs(**flags)
+        logs.setup_logging(args.logging.log_level)
+        self.config = prepare(args)
+        self._core = start_core(self.config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="moe-engine", daemon=True)
+        self._thread.start()
+        self._closed = False
+        try:
+            self.info: EngineInfo = engine_info(self._core.wait_ready())
+            self._frontend: Frontend = self._run(self._open())
+        except BaseException:
+            self._closed = True
+            self._core.expect_exit()
+            self._core.stop(0.0)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
+        atexit.register(_shutdown_if_alive, weakref.ref(self))
+
+    async def _open(self) -> Frontend:
+        flags = self.config.args
+        client = CoreClient(self._core, self.info)
+        tokenizer = None
+        if not flags.model.skip_tokenizer_init:
+            from moe_engine.tokenizer.tokenizer import load_tokenizer
+
+            tokenizer = load_tokenizer(self.config.tokenizer_path, mode=flags.model.tokenizer_mode)
+        settings = FrontendSettings(
+            stream_interval=flags.scheduling.stream_interval,
+            incremental_streaming_output=flags.server.incremental_streaming_output,
+            allow_auto_truncate=flags.server.allow_auto_truncate,
+        )
+        return Frontend(client, tokenizer, settings)
+
+    # -- generation
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Output | list[Output] | Iterator[Output]:
+        """Continues a prompt, or each of a list.
+
+        Args:
+            fields: the other fields of SGLang's ``/generate``: return_logprob, logprob_start_len, top_logprobs_num,
+                token_ids_logprob, rid, priority, extra_key, ...
+
+        Returns:
+            ``{"text", "output_ids", "meta_info"}`` or a list of them; with `stream` an iterator of growing answers.
+
+        Raises:
+            InputError: naming the field at fault.
+            EngineDeadError: the engine process is gone.
+        """
+        request = _request(prompt, sampling_params, input_ids, stream, fields)
+        if stream:
+            return self._iterate(request)
+        return self._run(self._frontend.generate(request))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Output | list[Output] | AsyncIterator[Output]:
+        """`generate` for asyncio, on any event loop; with `stream` the awaited value is an async iterator."""
+        request = _request(prompt, sampling_params, input_ids, stream, fields)
+        if stream:
+            return self._aiterate(request)
+        return await asyncio.wrap_future(self._submit(self._frontend.generate(request)))
+
+    def _iterate(self, request: GenerateInput) -> Iterator[Output]:
+        chunks = self._frontend.stream(request)
+        try:
+            while (chunk := self._run(_next(chunks))) is not _END:
+                yield chunk
+        finally:
+            if not self._closed:
+                self._run(chunks.aclose())
+
+    async def _aiterate(self, request: GenerateInput) -> AsyncIterator[Output]:
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        async def pump() -> None:
+            try:
+                async with aclosing(self._frontend.stream(request)) as chunks:
+                    async for chunk in chunks:
+                        loop.call_soon_threadsafe(queue.put_nowait, chunk)
+                loop.call_soon_threadsafe(queue.put_nowait, _END)
+            except Exception as error:
+                loop.call_soon_threadsafe(queue.put_nowait, error)
+
+        task = self._submit(pump())
+        try:
+            while (item := await queue.get()) is not _END:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            task.cancel()
+
+    # -- control
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, as `generate` sees it."""
+        if self._frontend.tokenizer is None:
+            raise ValueError("this engine runs with skip_tokenizer_init: it has no tokenizer")
+        return self._frontend.tokenizer.encode(text)
+
+    def flush_cache(self) -> bool:
+        """Forgets cached prefixes; False while requests run."""
+        return self._run(self._frontend.client.call("flush_cache"))
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Ends every request whose id starts with `rid`, or all."""
+        self._loop.call_soon_threadsafe(lambda: self._frontend.abort(rid, all=abort_all))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The flags, the engine's facts and the scheduler's state."""
+        state = self._run(self._frontend.client.call("internal_state"))
+        facts = {
+            "max_total_num_tokens": self.info.max_total_num_tokens,
+            "max_req_input_len": self.info.max_req_input_len,
+            "context_len": self.info.context_len,
+        }
+        return {**self.config.args.flat(), **facts, "internal_states": [state]}
+
+    def health(self) -> Health:
+        return self._frontend.client.health()
+
+    def shutdown(self) -> None:
+        """Ends running requests and the engine process. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._frontend.client.shutdown(drain=False), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # -- plumbing
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        if self._closed:
+            work.close()
+            raise EngineDeadError("this Engine was shut down")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> GenerateInput:
+    return GenerateInput(text=prompt, input_ids=input_ids, sampling_params=sampling, stream=stream, **fields)
+
+
+async def _next(chunks: Any) -> Any:
+    return await anext(chunks, _END)
+
+
+def _shutdown_if_alive(reference: weakref.ref[Engine]) -> None:
+    """At the end of the program, when nothing can be awaited any more."""
+    engine = reference()
+    if engine is not None and not engine._closed:
+        engine._closed = True
+        engine._core.expect_exit()
+        engine._core.stop(0.0)

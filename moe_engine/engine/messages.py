@@ -1,0 +1,107 @@
+"""What crosses between the front-end process and an engine core process. One message a request, one a step.
+
+Encoded with msgpack. Tags keep old and new message kinds apart on the wire.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Message(msgspec.Struct, tag_field="kind", array_like=False, omit_defaults=True):
+    """Base of all messages."""
+
+
+# -- front end -> core
+
+
+class AddRequest(Message, tag="add"):
+    """A checked, tokenized request. `sampling` holds the fields of `types.SamplingParams`."""
+
+    rid: str
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    max_new_tokens: int
+    seed: int | None = None
+    priority: int | None = None
+    logprob_start: int | None = None
+    return_logprob: bool = False
+    top_logprobs: int = 0
+    token_ids_logprob: list[int] = []
+    extra_key: str | None = None
+    arrival: float = 0.0
+
+
+class AbortRequest(Message, tag="abort"):
+    """Ends the request `rid` (with `prefix`: every one whose rid starts so), or all. `reason` is what clients read."""
+
+    rid: str = ""
+    prefix: bool = False
+    all: bool = False
+    reason: str = "Aborted"
+
+
+class Call(Message, tag="call"):
+    """A control call that is answered by a `Reply` of the same id: flush_cache, internal_state, check_integrity."""
+
+    id: int
+    method: str
+    args: dict[str, Any] = {}
+
+
+class Shutdown(Message, tag="shutdown"):
+    """Ends the core: after the running requests when `drain`, at once otherwise."""
+
+    drain: bool = True
+
+
+# -- core -> front end
+
+
+class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What a step brought for one request. `finish` is the dict of `types.FinishReason`, or None."""
+
+    rid: str
+    token_ids: list[int]
+    finish: dict[str, Any] | None = None
+    logprobs: list[Any] | None = None
+    """[token_id, logprob, [[id, logprob] of the best], [[id, logprob] of the asked ids]] for each new token."""
+    prompt_logprobs: list[Any] | None = None
+    """The same for prompt tokens, in order; may arrive in pieces before the first token."""
+    cached_tokens: int = 0
+    retractions: int = 0
+    queue_time: float = 0.0
+
+
+class StepOutput(Message, tag="step"):
+    deltas: list[RequestDelta]
+
+
+class Reply(Message, tag="reply"):
+    id: int
+    ok: bool = True
+    value: Any = None
+
+
+class CoreReady(Message, tag="ready"):
+    """Sent once: the core serves. `info` holds max_total_num_tokens, max_req_input_len, context_len, ..."""
+
+    info: dict[str, Any]
+
+
+class CoreFailed(Message, tag="failed"):
+    """The core cannot go on (or could not start). `kind` is the error class, `config` errors are the user's to mend."""
+
+    message: str
+    error: str = "EngineDeadError"
+    traceback: str = ""
+
+
+ToCore = AddRequest | AbortRequest | Call | Shutdown
+FromCore = StepOutput | Reply | CoreReady | CoreFailed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
+decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

@@ -1,0 +1,72 @@
+"""Batch log lines and throughput, in SGLang's words."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+from moe_engine.scheduler import log_lines
+from moe_engine.scheduler.events import PlanFacts
+from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.types import StepResult
+
+logger = logging.getLogger("moe_engine")
+
+
+class StepReporter:
+    """Counts tokens and steps; logs a line for every prefill batch and one for every `decode_log_interval` decodes."""
+
+    def __init__(self, decode_log_interval: int = 40) -> None:
+        self._interval = decode_log_interval
+        self._facts: deque[PlanFacts | None] = deque()
+        self._decodes = 0
+        self._tokens = 0
+        self._since = time.monotonic()
+        self.gen_throughput = 0.0
+        self._total_tokens = 0
+        self._total_steps = 0
+
+    def planned(self, scheduler: Scheduler) -> None:
+        """A step was made; logs it if it holds prefill work."""
+        self._facts.append(scheduler.last_facts)
+        facts = scheduler.last_facts
+        if facts is not None and facts.new_token:
+            logger.info("%s", log_lines.prefill_line(facts))
+
+    def finished(self, result: StepResult) -> None:
+        """A step's result is in, in the order of planning; logs a decode line when it is time."""
+        facts = self._facts.popleft()
+        produced = sum(map(len, result.tokens))
+        self._tokens += produced
+        self._total_tokens += produced
+        self._total_steps += 1
+        if facts is None or not facts.num_decodes:
+            return
+        self._decodes += 1
+        if self._decodes % self._interval == 0:
+            self._measure()
+            logger.info("%s", log_lines.decode_line(facts, self.gen_throughput))
+
+    def failed(self) -> None:
+        """The oldest planned step brought no result."""
+        self._facts.popleft()
+
+    def idle(self) -> None:
+        """Nothing to run: the next interval starts afresh, so that waiting does not count as slowness."""
+        if self._tokens:
+            self._measure()
+        self._since, self._tokens = time.monotonic(), 0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "last_gen_throughput": self.gen_throughput,
+            "total_generated_tokens": self._total_tokens,
+            "total_steps": self._total_steps,
+        }
+
+    def _measure(self) -> None:
+        now = time.monotonic()
+        self.gen_throughput = self._tokens / max(now - self._since, 1e-9)
+        self._since, self._tokens = now, 0

@@ -1,0 +1,38 @@
+"""An engine core's messages over ZeroMQ."""
+
+from __future__ import annotations
+
+import zmq
+
+from moe_engine.engine import messages
+
+
+class ZmqPort:
+    """Implements `core.Port`: pulls from the front end, pushes to it. Nothing is ever dropped for being slow."""
+
+    def __init__(self, to_core_address: str, from_core_address: str) -> None:
+        context = zmq.Context.instance()
+        self._in = context.socket(zmq.PULL)
+        self._in.setsockopt(zmq.RCVHWM, 0)
+        self._in.bind(to_core_address)
+        self._out = context.socket(zmq.PUSH)
+        self._out.setsockopt(zmq.SNDHWM, 0)
+        self._out.setsockopt(zmq.LINGER, 1000)
+        self._out.connect(from_core_address)
+
+    def receive(self, timeout: float) -> list[messages.Message]:
+        received: list[messages.Message] = []
+        if timeout and not self._in.poll(int(timeout * 1000)):
+            return received
+        while True:
+            try:
+                received.append(messages.decode_to_core(self._in.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return received
+
+    def send(self, message: messages.Message) -> None:
+        self._out.send(messages.encode(message))
+
+    def close(self) -> None:
+        self._in.close(0)
+        self._out.close(1000)

@@ -1,0 +1,105 @@
+"""Logging in SGLang's format, and the start-up lines that tools parse. The batch lines are the scheduler's.
+
+Every line is ``[2025-11-11 13:01:09 TP0] message``; the rank stands there only where there are several.
+GB are 2^30 bytes, as in SGLang.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO
+
+LOGGER = "moe_engine"
+DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
+READY_LINE = "The server is fired up and ready to roll!"
+
+
+class Formatter(logging.Formatter):
+    """``[time tag] message``. The tag is that of `parallel.context.ParallelContext.log_tag`: empty or `` DP0 TP1``."""
+
+    def __init__(self, tag: str = "") -> None:
+        tag = f" {tag.strip()}" if tag.strip() else ""
+        super().__init__(f"[%(asctime)s{tag.replace('%', '%%')}] %(message)s", DATE_FORMAT)
+
+
+def setup_logging(level: str = "info", tag: str = "", stream: TextIO | None = None) -> logging.Logger:
+    """Sends the engine's messages from `level` up to `stream` (stderr). May be called again; the last call counts."""
+    logger = logging.getLogger(LOGGER)
+    logger.setLevel(level.upper())
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(Formatter(tag))
+    logger.addHandler(handler)
+    return logger
+
+
+def uvicorn_config(level: str = "info", level_http: str | None = None) -> dict[str, Any]:
+    """The `log_config` of uvicorn: its lines in the same format, access lines from `level_http` up."""
+    formatter = {"()": "moe_engine.logs.Formatter"}
+    access = {"()": "uvicorn.logging.AccessFormatter", "datefmt": DATE_FORMAT, "use_colors": False}
+    access["fmt"] = '[%(asctime)s] %(levelname)s:     %(client_addr)s - "%(request_line)s" %(status_code)s'
+    http = (level_http or level).upper()
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"default": formatter, "access": access},
+        "handlers": {
+            "default": {"class": "logging.StreamHandler", "formatter": "default", "stream": "ext://sys.stderr"},
+            "access": {"class": "logging.StreamHandler", "formatter": "access", "stream": "ext://sys.stderr"},
+        },
+        "loggers": {
+            "uvicorn": {"handlers": ["default"], "level": http, "propagate": False},
+            "uvicorn.error": {"level": http},
+            "uvicorn.access": {"handlers": ["access"], "level": http, "propagate": False},
+        },
+    }
+
+
+# -- the lines of a start; memory in GB
+
+
+def startup_line(
+    max_total_num_tokens: int,
+    chunked_prefill_size: int,
+    max_prefill_tokens: int,
+    max_running_requests: int,
+    context_len: int,
+    available_gb: float,
+) -> str:
+    """The summary of a start, in SGLang's words; `available_gpu_mem` on a CPU too, so that one pattern reads both."""
+    return (
+        f"max_total_num_tokens={max_total_num_tokens}, chunked_prefill_size={chunked_prefill_size}, "
+        f"max_prefill_tokens={max_prefill_tokens}, max_running_requests={max_running_requests}, "
+        f"context_len={context_len}, available_gpu_mem={available_gb:.2f} GB"
+    )
+
+
+def load_begin_line(available_gb: float) -> str:
+    return f"Load weight begin. avail mem={available_gb:.2f} GB"
+
+
+def load_end_line(elapsed: float, model_class: str, dtype: str, available_gb: float, used_gb: float) -> str:
+    """Args: dtype: as torch prints it (``torch.bfloat16``) or its bare name."""
+    return (
+        f"Load weight end. elapsed={elapsed:.2f} s, type={model_class}, dtype={_torch_name(dtype)}, "
+        f"avail mem={available_gb:.2f} GB, mem usage={used_gb:.2f} GB."
+    )
+
+
+def kv_line(dtype: str, num_tokens: int, kv_gb: float, *, is_mla: bool = True) -> str:
+    """MLA keeps one latent (`KV size`); other attention keeps keys and values, half each."""
+    head = f"KV Cache is allocated. dtype: {_torch_name(dtype)}, #tokens: {num_tokens}, "
+    if is_mla:
+        return head + f"KV size: {kv_gb:.2f} GB"
+    return head + f"K size: {kv_gb / 2:.2f} GB, V size: {kv_gb / 2:.2f} GB"
+
+
+def pool_end_line(available_gb: float) -> str:
+    return f"Memory pool end. avail mem={available_gb:.2f} GB"
+
+
+def _torch_name(dtype: str) -> str:
+    return dtype if dtype.startswith("torch.") else f"torch.{dtype}"

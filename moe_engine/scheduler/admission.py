@@ -1,0 +1,201 @@
+"""Which waiting requests a prefill batch takes in, and how much of them: SGLang's budgets.
+
+| budget    | tokens it allows                                                                              |
+|-----------|-----------------------------------------------------------------------------------------------|
+| rem_total | free, soon free and evictable, less what running and admitted requests are expected to grow by |
+| rem_input | `--max-prefill-tokens` a batch; the first request may exceed it                                |
+| rem_chunk | `--chunked-prefill-size` a batch; the request that hits it is cut and goes on in the next step |
+
+Slots are taken at admission, so what is free needs no bookkeeping here. Admission stops at the first request that does
+not fit: nobody small slips past somebody large for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.scheduler.policies import Policy
+from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
+from moe_engine.types import Request
+
+_UNLIMITED = 1 << 60
+
+
+class Blocked(enum.Enum):
+    """Why admission stopped."""
+
+    NOTHING = "queue empty"
+    ROWS = "no free row"
+    TOKENS = "no room in the KV pool"
+    BUDGET = "batch full"
+
+
+@dataclass(slots=True)
+class PrefillJob:
+    """Computes tokens [start, start + len(slots)) of a request."""
+
+    entry: Waiting
+    start: int
+    slots: list[int]
+    is_new: bool
+    is_last: bool
+    """After this the whole known sequence is computed."""
+
+
+@dataclass(slots=True)
+class PrefillBatch:
+    jobs: list[PrefillJob] = field(default_factory=list)
+    admitted: list[Waiting] = field(default_factory=list)
+    cached_tokens: int = 0
+    blocked: Blocked = Blocked.NOTHING
+    blocked_entry: Waiting | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(job.slots) for job in self.jobs)
+
+
+def expected_growth(request: Request, clip: int) -> int:
+    """Tokens a request may still add after those in flight, clipped for estimates."""
+    return min(request.max_new_tokens - len(request.output_ids) - request.num_in_flight, clip)
+
+
+class PrefillBudget:
+    """The three budgets of one batch."""
+
+    def __init__(
+        self, config: SchedulerConfig, memory: RequestMemory, ratio: float, running: list[Request], num_mixed: int
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        clip = config.clip_max_new_tokens
+        shared = certain = 0
+        for request in running:
+            growth = request.max_new_tokens - len(request.output_ids) - request.num_in_flight
+            if growth > clip:
+                growth = clip
+            if request.end_ids:
+                shared += growth
+            else:
+                certain += growth  # nothing but its length ends it
+        self._reserved = shared * ratio + certain
+        self.rem_input = config.max_prefill_tokens - num_mixed
+        chunk = config.chunked_prefill_size
+        self.rem_chunk = chunk - num_mixed if chunk > 0 else _UNLIMITED
+
+    @property
+    def rem_total(self) -> float:
+        return self._memory.available - self._reserved
+
+    def spend(self, count: int, growth: int) -> None:
+        """`count` tokens are in the batch (and have their slots); the request may grow by `growth` later."""
+        pages = self._config.ceil_page(count)
+        self.rem_input -= pages
+        self.rem_chunk -= pages
+        self._reserved += growth
+
+    @property
+    def exhausted(self) -> bool:
+        return self.rem_input <= 0 or self.rem_chunk <= 0 or self.rem_total <= 0
+
+
+class Admission:
+    """Builds prefill batches."""
+
+    def __init__(self, config: SchedulerConfig, memory: RequestMemory, queue: WaitingQueue) -> None:
+        self._config = config
+        self._memory = memory
+        self._queue = queue
+        self._policy = Policy(config)
+
+    def build(
+        self,
+        ratio: float,
+        running: list[Request],
+        num_running: int,
+        chunked: Waiting | None,
+        num_mixed: int,
+        may_admit: bool,
+    ) -> PrefillBatch:
+        """Takes slots and rows for the next batch and takes admitted requests out of the queue.
+
+        Args:
+            running: requests that will decode, for the estimate of their growth; `num_running` counts all with a row.
+            chunked: the request whose prefill is under way, if any; it goes first.
+            num_mixed: decodes that ride along, whose slots are taken already.
+            may_admit: False to go on with `chunked` only.
+        """
+        batch = PrefillBatch()
+        budget = PrefillBudget(self._config, self._memory, ratio, running, num_mixed)
+        if chunked is not None and not self._continue(chunked, batch, budget, others=num_running > 1):
+            return batch
+        if may_admit and not (batch.jobs and budget.exhausted):
+            for entry in self._policy.order(self._queue, self._memory.tree):
+                batch.blocked = self._admit(entry, batch, budget, num_running)
+                if batch.blocked is not Blocked.NOTHING:
+                    batch.blocked_entry = entry
+                    break
+                if budget.exhausted or not batch.jobs[-1].is_last:
+                    batch.blocked = Blocked.BUDGET
+                    break
+            self._queue.admit(batch.admitted)
+        return batch
+
+    def _continue(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, others: bool) -> bool:
+        """The next chunk of the pending request. True if that was its last and others may join."""
+        request = entry.request
+        left = len(entry.tokens) - request.num_computed
+        count = min(left, budget.rem_chunk)
+        if others:
+            count = min(count, max(0, int(budget.rem_total)))
+        if count < left:
+            count = self._config.floor_page(count)
+        if count <= 0:
+            return False
+        start = request.num_computed
+        slots = self._memory.extend(request, count)
+        if slots is None:
+            return False
+        is_last = count == left
+        batch.jobs.append(PrefillJob(entry, start, slots, False, is_last))
+        budget.spend(count, expected_growth(request, self._config.clip_max_new_tokens) if is_last else 0)
+        return is_last
+
+    def _admit(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, num_running: int) -> Blocked:
+        config, memory, request = self._config, self._memory, entry.request
+        if config.prefill_max_requests is not None and len(batch.jobs) >= config.prefill_max_requests:
+            return Blocked.BUDGET
+        if memory.rows.num_free == 0:
+            return Blocked.ROWS
+        alone = num_running == 0 and not batch.jobs  # then only what is there counts, not what is expected
+        left = len(entry.tokens) - entry.matched(memory.tree).length
+        growth = expected_growth(request, config.clip_max_new_tokens)
+        pages = config.ceil_page(left)
+        total = pages + growth + config.page_size
+        if not alone and total >= budget.rem_total:
+            return Blocked.TOKENS
+        if batch.jobs and pages >= budget.rem_input:
+            return Blocked.BUDGET
+        count = left if pages <= budget.rem_chunk else config.floor_page(budget.rem_chunk)
+        if count <= 0:
+            return Blocked.BUDGET
+        node = memory.tree.match(entry.tokens, entry.limit, request.extra_key, entry.matched(memory.tree).node)
+        memory.attach(request, node)
+        slots = None
+        if alone or total < budget.rem_total:  # asked again: locking the prefix made less evictable
+            slots = memory.extend(request, count)
+        if slots is None:
+            memory.detach(request)
+            return Blocked.TOKENS
+        row = memory.rows.take(1)
+        assert row is not None
+        request.row = row[0]
+        is_last = count == left
+        batch.jobs.append(PrefillJob(entry, node.end, slots, True, is_last))
+        batch.admitted.append(entry)
+        batch.cached_tokens += node.end
+        budget.spend(count, growth if is_last else 0)
+        return Blocked.NOTHING

@@ -1,0 +1,109 @@
+"""What the scheduler must know, resolved by the engine before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.errors import ConfigError
+
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits, budgets and policy of one rank's scheduler; fields are named as the launch flags where one exists.
+
+    `num_slots` is the size of the KV pool in tokens (flag ``--max-total-tokens``, or what memory allows), without the
+    dummy page. `chunked_prefill_size` -1 turns chunking off. Constants at the end are SGLang's; change them in tests.
+
+    Raises:
+        ConfigError: naming the flag, for values that cannot work.
+    """
+
+    num_slots: int
+    context_len: int
+    page_size: int = 1
+    max_rows: int = 256
+    """Requests that may run at once (``--max-running-requests``)."""
+    policy: str = "fcfs"
+    chunked_prefill_size: int = 8192
+    max_prefill_tokens: int = 16384
+    enable_mixed_chunk: bool = False
+    schedule_conservativeness: float = 1.0
+    disable_radix_cache: bool = False
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    priority_preemption_threshold: int = 10
+    max_queued_requests: int | None = None
+    prefill_max_requests: int | None = None
+    vocab_size: int | None = None
+    """Sampled ids outside [0, vocab_size) abort their request; None checks only for negative ids."""
+    random_seed: int = 0
+    max_consecutive_prefills: int = 32
+    """After so many steps of prefill alone, running requests get a decode step although prompts still wait."""
+
+    init_new_token_ratio: float = 0.7
+    min_new_token_ratio_factor: float = 0.14
+    new_token_ratio_decay_steps: int = 600
+    retract_decode_steps: int = 20
+    clip_max_new_tokens: int = 4096
+    lpm_fallback_queue: int = 128
+    in_batch_check_threshold: int = 32
+    in_batch_deprioritize_threshold: int = 32
+    max_overtakes: int = 512
+    """See waiting_queue.py: how often a policy other than fcfs may let others pass a waiting request."""
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ConfigError(f"--page-size is {self.page_size}; it must be at least 1")
+        if self.num_slots < self.page_size or self.num_slots % self.page_size:
+            raise ConfigError(
+                f"the KV pool has {self.num_slots} tokens, not a positive multiple of --page-size {self.page_size}; "
+                "set --max-total-tokens to a multiple or lower --page-size"
+            )
+        if self.max_rows < 1:
+            raise ConfigError(f"--max-running-requests is {self.max_rows}; it must be at least 1")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--schedule-policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        if self.chunked_prefill_size != -1 and self.chunked_prefill_size < self.page_size:
+            raise ConfigError(
+                f"--chunked-prefill-size is {self.chunked_prefill_size}, below --page-size {self.page_size}; "
+                "raise it, or set -1 to turn chunking off"
+            )
+        if self.max_prefill_tokens < 1:
+            raise ConfigError(f"--max-prefill-tokens is {self.max_prefill_tokens}; it must be at least 1")
+        if self.enable_priority_scheduling and self.policy not in ("fcfs", "lof", "priority"):
+            raise ConfigError(
+                f"--enable-priority-scheduling needs --schedule-policy fcfs, lof or priority, not {self.policy}"
+            )
+        for flag, value in (
+            ("--max-queued-requests", self.max_queued_requests),
+            ("--prefill-max-requests", self.prefill_max_requests),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag} is {value}; it must be at least 1, or left out")
+
+    @property
+    def uses_priority(self) -> bool:
+        return self.enable_priority_scheduling or self.policy == "priority"
+
+    @property
+    def effective_policy(self) -> str:
+        """The order within one priority. Policies about the prefix cache fall back to fcfs where there is none."""
+        if self.policy == "priority":
+            return "fcfs"
+        if self.disable_radix_cache and self.policy in ("lpm", "dfs-weight"):
+            return "fcfs"
+        return self.policy
+
+    def ceil_page(self, tokens: int) -> int:
+        return -(-tokens // self.page_size) * self.page_size
+
+    def floor_page(self, tokens: int) -> int:
+        return tokens - tokens % self.page_size
+
+    def priority_key(self, priority: int | None) -> float:
+        """Smaller is more urgent; a request without a priority is the least urgent."""
+        if priority is None:
+            return float("inf")
+        return priority if self.schedule_low_priority_values_first else -priority

@@ -1,0 +1,116 @@
+"""What the scheduler tells about requests, steps and itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_engine.types import FinishReason, Request, TokenLogprob
+
+
+class RequestTiming(NamedTuple):
+    """Moments of a request by the scheduler's clock (seconds); None for what never happened."""
+
+    queued_at: float
+    first_scheduled: float | None
+    first_token_at: float | None
+    finished_at: float
+
+
+class RequestEvent(NamedTuple):
+    """News of one request. `token_ids` are new; the counts are totals. With `finish_reason` it is the last event.
+
+    `logprobs` are those of `token_ids`; `prompt_logprobs` come once, with the first event that has tokens or an end.
+    """
+
+    rid: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    num_prompt: int
+    num_output: int
+    cached_tokens: int
+    retractions: int
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    timing: RequestTiming | None = None
+
+
+def finish_event(
+    request: Request,
+    reason: FinishReason,
+    now: float,
+    token_ids: list[int],
+    logprobs: list[TokenLogprob] | None = None,
+    prompt_logprobs: list[TokenLogprob] | None = None,
+) -> RequestEvent:
+    """The last event of a request."""
+    timing = RequestTiming(request.queued_at, request.first_scheduled, request.first_token_at, now)
+    return RequestEvent(
+        request.rid,
+        token_ids,
+        reason,
+        len(request.prompt_ids),
+        len(request.output_ids),
+        request.cached_tokens,
+        request.retractions,
+        logprobs,
+        prompt_logprobs,
+        timing,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFacts:
+    """What the log lines and metrics say about one plan. Counts of requests and tokens.
+
+    `num_decodes` above 0 makes it a decode iteration, `new_token` above 0 a prefill batch; with mixed chunks both.
+    """
+
+    number: int
+    new_seq: int
+    new_token: int
+    cached_token: int
+    num_decodes: int
+    num_running: int
+    """Requests that ran before this plan's prefills joined, as SGLang's lines count them."""
+    num_queued: int
+    num_used: int
+    token_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot for metrics. `num_used` leaves out cached prefixes that nobody holds."""
+
+    num_running: int
+    num_waiting: int
+    num_slots: int
+    num_used: int
+    token_usage: float
+    num_free: int
+    num_evictable: int
+    num_protected: int
+    new_token_ratio: float
+    cache_hit_rate: float
+    """Of the last prefill batch: cached / (cached + computed)."""
+    num_retracted: int
+    """Requests that wait again after a retraction."""
+    num_retractions_total: int
+    num_preemptions_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generation_tokens_total: int
+    oldest_wait_seconds: float
+    num_drains_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """What a router needs to compare ranks."""
+
+    num_running: int
+    num_waiting: int
+    num_used: int
+    num_waiting_tokens: int
+    """Prompt tokens (and outputs of retracted requests) still to be computed by those that wait."""
+    num_slots: int

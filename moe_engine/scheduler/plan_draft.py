@@ -1,0 +1,118 @@
+"""Builds a `StepPlan`, and remembers what its result will mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from moe_engine.scheduler.admission import PrefillJob
+from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.types import NewRow, Request, RowWrite, StepPlan
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A planned step whose result is still to come. `sampled` stands in the order of the result."""
+
+    number: int
+    sampled: list[Request]
+    sampled_rows: list[int]
+    prefilled: dict[int, Request] = field(default_factory=dict)
+    """By row: requests whose prompt was computed at least in part."""
+    ended: list[Request] = field(default_factory=list)
+    """Requests that want no token at all: they end when this step is over."""
+
+
+class PlanDraft:
+    """Collects decodes, then prefills, then becomes a plan. Updates the requests' counts as it goes."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[bool] = []
+        self.slots: list[int] = []
+        self.input_ids: list[int] = []
+        self.new_rows: list[NewRow] = []
+        self.num_decodes = 0
+        self.sampled: list[Request] = []
+        self.prefilled: dict[int, Request] = {}
+        self.ended: list[Request] = []
+
+    def add_decodes(self, requests: list[Request], memory: RequestMemory) -> bool:
+        """One token each, taken from the device. True if some of them need no further step."""
+        self.slots = memory.take_decode_slots(requests)
+        self.num_decodes = len(requests)
+        self.counts = [1] * len(requests)
+        self.samples = [True] * len(requests)
+        self.sampled = requests.copy()
+        self.rows = [request.row for request in requests]
+        starts = self.starts
+        some_end = False
+        for request in requests:
+            start = request.num_computed
+            starts.append(start)
+            request.num_computed = start + 1
+            in_flight = request.num_in_flight + 1
+            request.num_in_flight = in_flight
+            if len(request.output_ids) + in_flight >= request.max_new_tokens:
+                some_end = True
+        return some_end
+
+    def add_prefill(self, job: PrefillJob) -> bool:
+        """A run of known tokens. True if the request decodes from the next step on."""
+        request, count = job.entry.request, len(job.slots)
+        if job.is_new:
+            self.new_rows.append(_new_row(request, job))
+        wants_more = request.max_new_tokens - len(request.output_ids)
+        samples = job.is_last and wants_more > 0
+        self.rows.append(request.row)
+        self.starts.append(job.start)
+        self.counts.append(count)
+        self.samples.append(samples)
+        self.slots += job.slots
+        self.input_ids += job.entry.tokens[job.start : job.start + count]
+        self.prefilled[request.row] = request
+        request.num_computed += count
+        if samples:
+            self.sampled.append(request)
+            request.num_in_flight += 1
+        elif job.is_last:
+            self.ended.append(request)
+        return samples and wants_more > 1
+
+    def finish(self, number: int, row_writes: list[RowWrite], finished_rows: list[int]) -> tuple[StepPlan, StepRecord]:
+        """The plan and the record of it. Takes over the lists."""
+        plan = StepPlan(
+            number=number,
+            rows=self.rows,
+            starts=self.starts,
+            counts=self.counts,
+            samples=self.samples,
+            slots=self.slots,
+            num_decodes=self.num_decodes,
+            input_ids=self.input_ids,
+            new_rows=self.new_rows,
+            row_writes=row_writes,
+            finished_rows=finished_rows,
+        )
+        rows = self.rows
+        if self.prefilled:
+            rows = [row for row, samples in zip(self.rows, self.samples) if samples]
+        return plan, StepRecord(number, self.sampled, rows, self.prefilled, self.ended)
+
+
+def _new_row(request: Request, job: PrefillJob) -> NewRow:
+    spec = request.logprobs
+    if spec is not None and spec.start is not None and request.output_ids:
+        spec = replace(spec, start=None)  # those of the prompt were delivered before the retraction
+    return NewRow(
+        row=request.row,
+        rid=request.rid,
+        token_ids=job.entry.tokens,
+        num_prompt=len(request.prompt_ids),
+        slots=request.slots[: job.start],
+        sampling=request.sampling,
+        seed=request.seed,
+        eos_token_ids=request.eos_token_ids,
+        logprobs=spec,
+    )

@@ -1,0 +1,346 @@
+"""Prefix tree over token ids -> KV slots.
+
+A node holds a run of tokens and their slots; a path from the root spells a prefix whose KV is in the pool. Requests
+lock the node where their prefix ends, and so the whole path; unlocked leaves are evicted least recently used first.
+Runs are compared by slices, so a match costs a memory scan, not a loop. Only whole pages are kept.
+
+A node keeps its identity when it is split (the new node is the upper part) and never grows, so whoever remembers a
+node that it matched in full may go on from there later instead of from the root.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+ChildKey = int | tuple[int, ...]
+
+
+class Node:
+    """A run of tokens. `end` is the length of the prefix up to the end of the run."""
+
+    __slots__ = (
+        "alive",
+        "children",
+        "end",
+        "free_after",
+        "in_heap",
+        "last_access",
+        "lock",
+        "parent",
+        "serial",
+        "slots",
+        "tokens",
+    )
+
+    def __init__(self, parent: Node | None, tokens: list[int], slots: list[int], serial: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.slots = slots
+        self.children: dict[ChildKey, Node] = {}
+        self.end: int = (parent.end if parent else 0) + len(tokens)
+        self.lock = 0
+        self.last_access = 0
+        self.free_after = 0
+        """The last step that may read these slots; kept up to date only while unlocked."""
+        self.serial = serial
+        self.in_heap = False
+        self.alive = True
+
+
+class Match(NamedTuple):
+    """`node` is the last node matched in full; `length` counts `partial`'s matched head too."""
+
+    node: Node | None
+    length: int
+    partial: Node | None = None
+
+
+class Inserted(NamedTuple):
+    """`node` ends the inserted run; `present` are the tree's slots for the leading tokens it already had."""
+
+    node: Node
+    present: list[int]
+
+
+class RadixCache:
+    """The tree. It owns the slots in it and hands evicted ones to `free(slots, after_step)`.
+
+    `num_evictable` and `num_protected` count tokens in unlocked and locked nodes. `version` changes whenever a match
+    could come out differently.
+    """
+
+    enabled = True
+
+    def __init__(self, page_size: int, free: Callable[[list[int], int], None]) -> None:
+        self.page_size = page_size
+        self._free = free
+        self._clock = 0
+        self._serial = 0
+        self.version = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.roots: dict[Hashable, Node] = {}
+        self._root_keys: dict[int, Hashable] = {}
+        self.heap: list[tuple[int, int, Node]] = []
+        self.num_evictable = 0
+        self.num_protected = 0
+        self.version += 1
+
+    # -- matching
+
+    def peek(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Match:
+        """The longest prefix of tokens[:limit] in the tree, in whole pages. Changes nothing.
+
+        `start` is a node that an earlier peek of the same tokens returned; the walk goes on from it if it still lives.
+        """
+        limit -= limit % self.page_size
+        node = start
+        while node is not None and (not node.alive or node.end > limit):
+            node = node.parent
+        if node is None:
+            node = self.roots.get(extra_key)
+            if node is None:
+                return Match(None, 0)
+        pos = node.end
+        while pos < limit:
+            child = node.children.get(self.child_key(tokens, pos))
+            if child is None:
+                break
+            same = self._common(child.tokens, tokens, pos, limit)
+            pos += same
+            if same < len(child.tokens):
+                return Match(node, pos, child)
+            node = child
+        return Match(node, pos)
+
+    def match(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Node:
+        """Like `peek`, but splits the node in which the match ends, marks the path as used and returns its end."""
+        found = self.peek(tokens, limit, extra_key, start)
+        node = found.node if found.node is not None else self._root(extra_key)
+        if found.partial is not None:
+            node = self._split(found.partial, found.length - node.end)
+        self._touch(node)
+        return node
+
+    def prefix_slots(self, node: Node) -> list[int]:
+        """The slots of the whole prefix that ends with `node`."""
+        runs = []
+        walk: Node | None = node
+        while walk is not None:
+            runs.append(walk.slots)
+            walk = walk.parent
+        out: list[int] = []
+        for run in reversed(runs):
+            out += run
+        return out
+
+    # -- growing
+
+    def insert(self, node: Node, tokens: list[int], slots: list[int], after_step: int) -> Inserted:
+        """Adds a run below `node`, cut to whole pages. Takes over the slots of what was not there yet.
+
+        `after_step` is the last step that may touch the slots. The slots of the part that was present stay the
+        caller's, to be freed or re-pointed.
+        """
+        count = len(tokens) - len(tokens) % self.page_size
+        present: list[int] = []
+        pos = 0
+        while pos < count:
+            child = node.children.get(self.child_key(tokens, pos))
+            if child is None:
+                node = self._add_leaf(node, tokens[pos:count], slots[pos:count], after_step)
+                break
+            same = self._common(child.tokens, tokens, pos, count)
+            if same < len(child.tokens):
+                child = self._split(child, same)
+            present += child.slots
+            pos += same
+            node = child
+        self._touch(node)
+        return Inserted(node, present)
+
+    def root(self, extra_key: Hashable = None) -> Node:
+        """The root of a namespace; lock it to keep it."""
+        return self._root(extra_key)
+
+    # -- locks
+
+    def lock(self, node: Node) -> None:
+        """Keeps the path to `node` from being evicted until `unlock`."""
+        walk: Node | None = node
+        while walk is not None:
+            if walk.lock == 0:
+                size = len(walk.tokens)
+                self.num_evictable -= size
+                self.num_protected += size
+            walk.lock += 1
+            walk = walk.parent
+
+    def unlock(self, node: Node, after_step: int) -> None:
+        """Gives up a lock. `after_step` is the last step in which the holder may read the path."""
+        walk: Node | None = node
+        while walk is not None:
+            walk.lock -= 1
+            if walk.lock == 0:
+                size = len(walk.tokens)
+                self.num_evictable += size
+                self.num_protected -= size
+                walk.free_after = max(walk.free_after, after_step)
+                self._offer(walk)
+            walk = walk.parent
+
+    # -- eviction
+
+    def evict(self, num_tokens: int) -> int:
+        """Frees at least `num_tokens` tokens of unlocked leaves if there are so many; returns how many were freed.
+
+        A leaf longer than needed loses only its tail. Freed slots are allocatable at once unless a step in flight may
+        read them.
+        """
+        freed = 0
+        while freed < num_tokens and self.heap:
+            stamp, _, node = heapq.heappop(self.heap)
+            node.in_heap = False
+            if not node.alive or node.lock or node.children:
+                continue  # offered again when it becomes an unlocked leaf
+            if node.last_access != stamp:
+                self._offer(node)
+                continue
+            keep = max(0, len(node.tokens) - (num_tokens - freed))
+            keep -= keep % self.page_size
+            tail = node.slots[keep:]
+            if keep:
+                del node.slots[keep:]
+                del node.tokens[keep:]
+                node.end -= len(tail)
+                self._offer(node)
+            else:
+                self._remove_leaf(node)
+            freed += len(tail)
+            self._free(tail, node.free_after)
+        if freed:
+            self.num_evictable -= freed
+            self.version += 1
+        return freed
+
+    def flush(self, after_step: int = 0) -> None:
+        """Forgets everything and frees all slots. No request may hold a lock."""
+        for root in self.roots.values():
+            stack = [root]
+            while stack:
+                node = stack.pop()
+                node.alive = False
+                stack.extend(node.children.values())
+                if node.slots:
+                    self._free(node.slots, max(node.free_after, after_step))
+        self._clear()
+
+    def rebuild_heap(self, nodes: list[Node]) -> None:
+        """Part of a repair: `nodes` are all nodes of the tree, parents first."""
+        self.heap = []
+        for node in nodes:
+            node.in_heap = False
+            if node.parent is not None and not node.children and not node.lock:
+                self._offer(node)
+        self.version += 1
+
+    # -- inside
+
+    def _root(self, extra_key: Hashable) -> Node:
+        root = self.roots.get(extra_key)
+        if root is None:
+            self._serial += 1
+            root = self.roots[extra_key] = Node(None, [], [], self._serial)
+            self._root_keys[root.serial] = extra_key
+        return root
+
+    def child_key(self, tokens: list[int], pos: int) -> ChildKey:
+        return tokens[pos] if self.page_size == 1 else tuple(tokens[pos : pos + self.page_size])
+
+    def _common(self, run: list[int], tokens: list[int], pos: int, limit: int) -> int:
+        """How many leading tokens of `run` equal tokens[pos:limit], in whole pages."""
+        high = min(len(run), limit - pos)
+        if tokens[pos : pos + high] == (run if high == len(run) else run[:high]):
+            return high
+        low = 0
+        while high - low > 1:  # tokens before `low` are equal, those before `high` are not all equal
+            mid = (low + high) // 2
+            if tokens[pos + low : pos + mid] == run[low:mid]:
+                low = mid
+            else:
+                high = mid
+        return low - low % self.page_size
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        walk: Node | None = node
+        while walk is not None:
+            walk.last_access = self._clock
+            walk = walk.parent
+
+    def _offer(self, node: Node) -> None:
+        """Puts an unlocked leaf up for eviction; drops a namespace that nobody uses."""
+        if node.children or node.lock:
+            return
+        if node.parent is None:
+            self._drop_root(node)
+        elif not node.in_heap:
+            node.in_heap = True
+            heapq.heappush(self.heap, (node.last_access, node.serial, node))
+
+    def _drop_root(self, root: Node) -> None:
+        root.alive = False
+        del self.roots[self._root_keys.pop(root.serial)]
+
+    def _add_leaf(self, parent: Node, tokens: list[int], slots: list[int], after_step: int) -> Node:
+        self._serial += 1
+        node = Node(parent, tokens, slots, self._serial)
+        node.free_after = after_step
+        parent.children[self.child_key(tokens, 0)] = node
+        self.num_evictable += len(tokens)
+        self.version += 1
+        self._clock += 1
+        node.last_access = self._clock
+        self._offer(node)
+        return node
+
+    def _remove_leaf(self, node: Node) -> None:
+        node.alive = False
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self.child_key(node.tokens, 0)]
+        self._offer(parent)
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Cuts the first `count` tokens of `node` off into a new parent, which is returned."""
+        self._serial += 1
+        parent = node.parent
+        assert parent is not None
+        upper = Node(parent, node.tokens[:count], node.slots[:count], self._serial)
+        upper.lock = node.lock
+        upper.last_access = node.last_access
+        upper.free_after = node.free_after
+        parent.children[self.child_key(node.tokens, 0)] = upper
+        node.tokens = node.tokens[count:]
+        node.slots = node.slots[count:]
+        node.parent = upper
+        upper.children[self.child_key(node.tokens, 0)] = node
+        return upper
+
+
+class DisabledCache(RadixCache):
+    """No sharing: matches nothing, keeps nothing; requests own all their slots and free them at their end."""
+
+    enabled = False
+
+    def peek(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Match:
+        return Match(None, 0)
+
+    def insert(self, node: Node, tokens: list[int], slots: list[int], after_step: int) -> Inserted:
+        return Inserted(node, [])
+
+    def _root(self, extra_key: Hashable) -> Node:
+        return super()._root(None)

@@ -1,0 +1,163 @@
+"""Every request the scheduler knows, and the ways in which one enters, leaves or steps back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moe_engine.errors import InputError
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.events import RequestEvent, finish_event
+from moe_engine.scheduler.finish import check_fits, end_ids
+from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
+from moe_engine.types import FinishReason, Request, RowWrite, Status, TokenLogprob
+
+QUEUE_FULL = "The request queue is full."
+
+
+class RequestBook:
+    """Live requests: waiting ones are in `queue`, the others hold a row (`row >= 0`).
+
+    Of those with a row, `decodes` will compute one more token in the next step; `chunked` has a prompt that is computed
+    in part; the rest only wait for the result of a step in flight. `row_writes` and `finished_rows` go out with the
+    next plan.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.memory = RequestMemory(config)
+        self.queue = WaitingQueue(config)
+        self.live: dict[str, Request] = {}
+        self.decodes: list[Request] = []
+        self.chunked: Waiting | None = None
+        self.row_writes: list[RowWrite] = []
+        self.finished_rows: list[int] = []
+        self.aborting: list[Request] = []
+        self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.num_left = 0
+        """How many requests have given up their row so far; tells that it is worth looking for room again."""
+        self._seq = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return len(self.live) - len(self.queue)
+
+    def in_rows(self) -> list[Request]:
+        """Requests that can step back (complete only when no step is in flight)."""
+        return self.decodes if self.chunked is None else [*self.decodes, self.chunked.request]
+
+    # -- entering
+
+    def add(self, request: Request, now: float) -> list[RequestEvent]:
+        """See `Scheduler.add`."""
+        if request.rid in self.live:
+            raise InputError(f"rid {request.rid!r} is already in use by a running request", field="rid")
+        check_fits(request, self.config)
+        events: list[RequestEvent] = []
+        limit = self.config.max_queued_requests
+        if limit is not None and len(self.queue) >= limit:
+            events = self._displace(request, now)
+        self._seq += 1
+        request.seq = self._seq
+        request.queued_at = now
+        request.end_ids = end_ids(request)
+        self.live[request.rid] = request
+        self.queue.push(request)
+        return events
+
+    def _displace(self, request: Request, now: float) -> list[RequestEvent]:
+        """Makes place in a full queue by sending away its least urgent, youngest request if that is less urgent."""
+        key = self.config.priority_key
+        worst = max(self.queue.entries, key=lambda e: (key(e.request.priority), e.request.seq))
+        if not self.config.uses_priority or key(worst.request.priority) <= key(request.priority):
+            raise InputError(QUEUE_FULL, status=503)
+        self.queue.remove(worst)
+        return [self._end_waiting(worst.request, FinishReason("abort", message=QUEUE_FULL, status_code=503), now)]
+
+    # -- leaving
+
+    def end_all(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[RequestEvent]:
+        """Ends waiting ones at once, and marks those in a row for `end_aborting`."""
+        events = []
+        entries: dict[str, Waiting] = {}
+        for request in requests:
+            if request.row < 0:
+                entries = entries or {entry.request.rid: entry for entry in self.queue.entries}
+                self.queue.remove(entries[request.rid])
+                events.append(self._end_waiting(request, reason, now))
+            elif request.to_abort is None:
+                request.to_abort = reason
+                self.aborting.append(request)
+        return events
+
+    def end_aborting(self, now: float) -> list[RequestEvent]:
+        """Ends the requests marked by `end_all`."""
+        events = []
+        for request in self.aborting:
+            if request.finish_reason is None and request.to_abort is not None:
+                prompt_logprobs = self.prompt_logprobs.get(request.rid)
+                self.end_running(request, request.to_abort)
+                events.append(finish_event(request, request.to_abort, now, [], None, prompt_logprobs))
+        if self.aborting:
+            self.aborting = []
+            self.drop_left()
+        return events
+
+    def _end_waiting(self, request: Request, reason: FinishReason, now: float) -> RequestEvent:
+        del self.live[request.rid]
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        return finish_event(request, reason, now, [])
+
+    def end_running(self, request: Request, reason: FinishReason) -> None:
+        """Frees all it holds. `drop_left` must follow."""
+        del self.live[request.rid]
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        self._leave_row(request)
+
+    def step_back(self, victims: list[Request]) -> None:
+        """Running requests wait again, in the front region; their KV stays cached as long as it may.
+
+        Nothing may be in flight.
+        """
+        for request in victims:
+            self._leave_row(request)
+            request.status = Status.WAITING
+            request.num_computed = 0
+            request.retractions += 1
+            self.queue.push(request, front=True)
+        self.drop_left()
+
+    def drop_left(self) -> None:
+        """Forgets requests that have no row any more."""
+        self.decodes = [r for r in self.decodes if r.row >= 0]
+
+    def _leave_row(self, request: Request) -> None:
+        row = request.row
+        self.memory.release(request)
+        self.finished_rows.append(row)
+        self.num_left += 1
+        self.prompt_logprobs.pop(request.rid, None)
+        if self.row_writes:
+            self.row_writes = [w for w in self.row_writes if w.row != row]
+        if self.chunked is not None and self.chunked.request is request:
+            self.chunked = None
+
+    def clear(self, reason: FinishReason, now: float) -> list[RequestEvent]:
+        """Ends everything, and forgets cache and ownership: the worker is gone or starts anew."""
+        events = []
+        rows = [r.row for r in self.live.values() if r.row >= 0]
+        for request in list(self.live.values()):
+            request.row = -1
+            request.slots = []
+            request.tree_node = None
+            request.num_in_tree = 0
+            events.append(self._end_waiting(request, reason, now))
+        self.queue.clear()
+        self.decodes, self.chunked, self.aborting, self.row_writes = [], None, [], []
+        self.prompt_logprobs.clear()
+        self.finished_rows += rows
+        self.memory.reset()
+        return events

@@ -1,0 +1,105 @@
+"""Takes the result of a step into the requests and tells what is new."""
+
+from __future__ import annotations
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.events import RequestEvent, finish_event
+from moe_engine.scheduler.finish import take_tokens
+from moe_engine.scheduler.plan_draft import StepRecord
+from moe_engine.scheduler.request_book import RequestBook
+from moe_engine.types import FinishReason, Request, StepResult, TokenLogprob
+
+_ANY_ID = 1 << 62
+
+
+def read_result(book: RequestBook, record: StepRecord, result: StepResult, now: float) -> list[RequestEvent]:
+    """Appends tokens, ends what has ended, and returns an event for each request with news.
+
+    Tokens of requests that ended while the step was in flight are waste and dropped. A step may bring several tokens
+    for a request (speculation); its plan must have given it slots for them.
+
+    Raises:
+        MoeEngineError: the result does not belong to the plan.
+    """
+    if result.rows != record.sampled_rows or len(result.tokens) != len(record.sampled):
+        raise MoeEngineError(
+            f"the result of step {result.number} has rows {result.rows[:8]}, planned were {record.sampled_rows[:8]}"
+        )
+    if result.prompt_logprobs:
+        _keep_prompt_logprobs(book, record, result.prompt_logprobs)
+    vocab = book.config.vocab_size
+    top = _ANY_ID if vocab is None else vocab
+    logprobs = result.logprobs
+    events: list[RequestEvent] = []
+    push = events.append
+    some_ended = False
+    waiting_logprobs = book.prompt_logprobs
+    for i, (request, tokens) in enumerate(zip(record.sampled, result.tokens)):
+        if request.row < 0:
+            continue
+        request.num_in_flight -= 1
+        if request.to_abort is not None:
+            continue
+        if request.first_token_at is None:
+            request.first_token_at = now
+        outputs = request.output_ids
+        if (  # the common case: one token, and it goes on
+            len(tokens) == 1
+            and tokens[0] not in request.end_ids
+            and 0 <= tokens[0] < top
+            and len(outputs) + 1 < request.max_new_tokens
+        ):
+            outputs.append(tokens[0])
+            kept, reason = tokens, None
+        else:
+            kept, reason = _take_several(request, tokens, vocab)
+        mine = logprobs[i][: len(kept)] if logprobs else None
+        prompt = waiting_logprobs.pop(request.rid, None) if waiting_logprobs else None
+        if reason is not None:
+            book.end_running(request, reason)
+            some_ended = True
+            push(finish_event(request, reason, now, kept, mine, prompt))
+            continue
+        push(
+            RequestEvent(
+                request.rid,
+                kept,
+                None,
+                len(request.prompt_ids),
+                len(outputs),
+                request.cached_tokens,
+                request.retractions,
+                mine,
+                prompt,
+            )
+        )
+    for request in record.ended:
+        if request.row >= 0 and request.to_abort is None:
+            prompt = waiting_logprobs.pop(request.rid, None)
+            reason = FinishReason("length", length=len(request.output_ids))
+            book.end_running(request, reason)
+            some_ended = True
+            push(finish_event(request, reason, now, [], None, prompt))
+    if some_ended:
+        book.drop_left()
+    return events
+
+
+def _take_several(request: Request, tokens: list[int], vocab: int | None) -> tuple[list[int], FinishReason | None]:
+    if not tokens:
+        raise MoeEngineError(f"no token came back for request {request.rid!r}, which was to sample one")
+    kept, reason = take_tokens(request, tokens, vocab)
+    request.num_computed += max(len(kept) - 1, 0)
+    if request.num_computed > len(request.slots):
+        raise MoeEngineError(
+            f"{len(tokens)} tokens came back for request {request.rid!r}, more than its plan gave slots for"
+        )
+    return kept, reason
+
+
+def _keep_prompt_logprobs(book: RequestBook, record: StepRecord, by_row: dict[int, list[TokenLogprob]]) -> None:
+    """They come chunk by chunk and are told once, with the first token."""
+    for row, logprobs in by_row.items():
+        request = record.prefilled.get(row)
+        if request is not None and request.row >= 0:
+            book.prompt_logprobs.setdefault(request.rid, []).extend(logprobs)

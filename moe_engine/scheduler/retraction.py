@@ -1,0 +1,66 @@
+"""Who has to step back when the KV pool is full.
+
+Victims are those with the fewest outputs, ties the longest prompt (least work lost, most room won); with priorities the
+least urgent first. A victim's computed KV goes to the prefix tree, so it resumes from there unless it is evicted
+meanwhile, and it waits in the front region of the queue. Against thrashing: a retraction makes room for several decode
+steps, not one; and admission pauses until a request has ended or that many steps have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.types import Request
+
+
+def victim_order(requests: Sequence[Request], config: SchedulerConfig) -> list[Request]:
+    """First the one to retract first."""
+
+    def key(request: Request) -> tuple[float, int, int]:
+        urgency = -config.priority_key(request.priority) if config.uses_priority else 0.0
+        return urgency, len(request.output_ids), -len(request.prompt_ids)
+
+    return sorted(requests, key=key)
+
+
+def choose_victims(requests: Sequence[Request], config: SchedulerConfig, memory: RequestMemory) -> list[Request]:
+    """The requests to retract so that the others can decode on for `retract_decode_steps`; never all of them.
+
+    Counts on a victim's private slots only. Nothing may be in flight.
+    """
+    needs = {
+        request.rid: memory.decode_need(
+            [request], max(1, min(config.retract_decode_steps, request.max_new_tokens - len(request.output_ids)))
+        )
+        for request in requests
+    }
+    need = sum(needs.values())
+    room = memory.slots.num_free + memory.tree.num_evictable
+    victims: list[Request] = []
+    for victim in victim_order(requests, config)[:-1]:
+        if need <= room:
+            break
+        victims.append(victim)
+        need -= needs[victim.rid]
+        room += config.ceil_page(len(victim.slots)) - victim.num_in_tree
+    return victims
+
+
+def choose_preempted(
+    running: Sequence[Request], waiting: Request, config: SchedulerConfig, memory: RequestMemory, need: int
+) -> list[Request]:
+    """Running requests that yield to a much more urgent waiting one: the least urgent and youngest first, until a row
+    and `need` tokens would be free. Empty if that cannot be reached by those more than the threshold less urgent."""
+    mine = config.priority_key(waiting.priority)
+    worse = [r for r in running if config.priority_key(r.priority) - mine > config.priority_preemption_threshold]
+    worse.sort(key=lambda r: (-config.priority_key(r.priority), -r.seq))
+    room = memory.available
+    victims: list[Request] = []
+    for victim in worse:
+        victims.append(victim)
+        room += config.ceil_page(len(victim.slots)) - victim.num_in_tree
+        if room >= need:
+            return victims
+    return []

@@ -1,0 +1,350 @@
+"""The scheduler of one rank: owns all requests, plans steps, takes results in. No tensors.
+
+The core calls `schedule()` for a plan, hands it to the worker, and calls `update()` with the result, in order. One step
+may be in flight while the next is planned: then running requests are planned as decodes whose token is still on the
+device, requests known to end by length are left out, and nothing that a step in flight may touch gets a new owner.
+
+Prefill goes before decode: a plan has prompts only as long as some can be admitted (`--enable-mixed-chunk`: both), but
+after `max_consecutive_prefills` such plans the running requests get a step.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Literal
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler import log_lines
+from moe_engine.scheduler.admission import Admission, Blocked, PrefillBatch
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.events import LoadSnapshot, PlanFacts, RequestEvent, SchedulerStats
+from moe_engine.scheduler.integrity import check_integrity
+from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
+from moe_engine.scheduler.request_book import RequestBook
+from moe_engine.scheduler.results import read_result
+from moe_engine.scheduler.retraction import choose_preempted, choose_victims
+from moe_engine.scheduler.stats import Totals, load_snapshot, snapshot
+from moe_engine.scheduler.token_ratio import NewTokenRatio
+from moe_engine.types import FinishReason, Request, Status, StepPlan, StepResult
+
+logger = logging.getLogger("moe_engine")
+
+ABORTED = FinishReason("abort", message="Aborted")
+RETRY_DECODE_STEPS = 10
+"""A queue blocked by memory is looked at again after so many decode steps, or when something was freed."""
+
+
+class Drain(enum.Enum):
+    """Answer of `schedule()`: take in the result of the step in flight, then ask again."""
+
+    NEEDS_DRAIN = "needs drain"
+
+
+NEEDS_DRAIN: Final = Drain.NEEDS_DRAIN
+
+
+class Scheduler:
+    """See the module. Not thread-safe; every method returns at once."""
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.book = RequestBook(config)
+        self.memory = self.book.memory
+        self.ratio = NewTokenRatio(config)
+        self.last_facts: PlanFacts | None = None
+        """About the plan that `schedule()` returned last."""
+        self.totals = Totals()
+        self._clock = clock
+        self._admission = Admission(config, self.memory, self.book.queue)
+        self._flying: deque[StepRecord] = deque()
+        self._to_absorb: list[Request] = []
+        self._prefills_in_a_row = 0
+        self._decode_steps = 0
+        self._retry_at = 0
+        """Admission is blocked by memory until this decode step, or until something was freed."""
+        self._paused_until = 0
+        """Admission pauses after a retraction until this decode step, or until a request has left its row."""
+        self._left_at_pause = 0
+        self._preempting = False
+        """The next plan is for prefill alone, so that it can preempt (mixed chunks take decodes in first)."""
+
+    # -- requests come and go
+
+    def add(self, request: Request) -> list[RequestEvent]:
+        """Queues a request. Returns the end of a less urgent one that had to leave a full queue, if so.
+
+        Raises:
+            InputError: it could never run, its rid is in use, or the queue is full (status 503).
+        """
+        events = self.book.add(request, self._clock())
+        if self.config.uses_priority:
+            self._retry_at = 0
+        return events
+
+    def abort(self, rid_prefix: str, abort_all: bool = False, reason: FinishReason = ABORTED) -> list[RequestEvent]:
+        """Ends all requests whose rid starts with `rid_prefix`. Returns the events of those that could end at once:
+        the waiting ones, and without a step in flight the running ones too; the others end in the next `update`."""
+        if not rid_prefix and not abort_all:
+            return []
+        return self._end([r for rid, r in self.book.live.items() if abort_all or rid.startswith(rid_prefix)], reason)
+
+    def finish(self, rid: str, reason: FinishReason) -> list[RequestEvent]:
+        """Ends exactly this request, as `abort` does, with a reason of the caller's (a stop string was seen)."""
+        request = self.book.live.get(rid)
+        return [] if request is None else self._end([request], reason)
+
+    def _end(self, requests: list[Request], reason: FinishReason) -> list[RequestEvent]:
+        now = self._clock()
+        events = self.book.end_all(requests, reason, now)
+        if not self._flying:
+            events += self.book.end_aborting(now)
+            self._rest_if_idle()
+        return events
+
+    def fail_all(self, reason: str) -> list[RequestEvent]:
+        """Ends everything with an abort of status 500 and forgets steps in flight and the cache: the worker failed."""
+        self._flying.clear()
+        self._to_absorb.clear()
+        events = self.book.clear(FinishReason("abort", message=reason, status_code=500), self._clock())
+        self.memory.retire(self.memory.step)
+        self._rest_if_idle()
+        return events
+
+    def flush_cache(self) -> bool:
+        """Forgets all cached prefixes; only when idle. True if done."""
+        book = self.book
+        if not self.is_idle():
+            logger.warning(log_lines.flush_refused_line(len(book.queue), book.num_running))
+            return False
+        self.memory.reset()
+        logger.info(log_lines.FLUSHED_LINE)
+        return True
+
+    # -- planning
+
+    def schedule(self) -> StepPlan | Literal[Drain.NEEDS_DRAIN] | None:
+        """The next step; None if there is nothing to do now (with a step in flight: before its result is in);
+        NEEDS_DRAIN if memory is so short that the step in flight must be taken in first."""
+        self._absorb_prefills()
+        book, draft = self.book, PlanDraft()
+        num_before = book.num_running
+        mixed = self.config.enable_mixed_chunk and not self._preempting
+        if mixed and book.decodes and not self._decode_into(draft):
+            return self._drain()
+        batch = PrefillBatch() if not mixed and self._is_decode_turn() else self._build_prefill(draft.num_decodes)
+        if batch is None:
+            return self._drain()
+        if not mixed and not batch.jobs and book.decodes and not self._decode_into(draft):
+            return self._drain()
+        if batch.jobs:
+            self._prefill_into(draft, batch)
+        if not draft.rows:
+            return None
+        if draft.num_decodes:
+            self._decode_steps += 1
+            self._prefills_in_a_row = 0
+        else:
+            self._prefills_in_a_row += 1
+        return self._launch(draft, batch, num_before)
+
+    def empty_plan(self) -> StepPlan:
+        """A plan without requests, for a rank that must join a step of others. Its (empty) result goes to `update`."""
+        return self._launch(PlanDraft(), PrefillBatch(), self.book.num_running)
+
+    def _drain(self) -> Literal[Drain.NEEDS_DRAIN]:
+        self.totals.drains += 1
+        return Drain.NEEDS_DRAIN
+
+    def _is_decode_turn(self) -> bool:
+        return bool(self.book.decodes) and self._prefills_in_a_row >= self.config.max_consecutive_prefills
+
+    def _absorb_prefills(self) -> None:
+        """What the last plan prefills is shared from now on: later steps run after it."""
+        for request in self._to_absorb:
+            if request.row >= 0:
+                write = self.memory.absorb(request)
+                if write is not None:
+                    self.book.row_writes.append(write)
+        self._to_absorb.clear()
+
+    def _decode_into(self, draft: PlanDraft) -> bool:
+        """All running requests decode. False if that has to wait for the step in flight."""
+        book, memory = self.book, self.memory
+        if memory.make_room(memory.decode_need(book.decodes)):
+            self.ratio.decay()
+        elif self._flying:
+            return False
+        else:
+            self._retract()
+        if book.decodes and draft.add_decodes(book.decodes, memory):
+            book.decodes = [r for r in book.decodes if len(r.output_ids) + r.num_in_flight < r.max_new_tokens]
+        return True
+
+    def _retract(self) -> None:
+        """Makes room for the decodes by sending some back. Nothing is in flight."""
+        book, memory, old = self.book, self.memory, self.ratio.value
+        victims = choose_victims(book.in_rows(), self.config, memory)
+        if victims:
+            book.step_back(victims)
+            self.totals.retractions += len(victims)
+            self.ratio.after_retraction(book.decodes)
+            self._paused_until = self._decode_steps + self.config.retract_decode_steps
+            self._left_at_pause = book.num_left
+            logger.info(log_lines.retract_line(len(victims), old, self.ratio.value))
+        need = memory.decode_need(book.decodes)
+        if memory.make_room(need):
+            return
+        found = self.check_integrity()
+        if not memory.make_room(need):
+            raise MoeEngineError(
+                f"the KV pool of {memory.slots.num_slots} tokens has no room for {need} more although only "
+                f"{len(book.decodes)} requests run; findings: {found or 'none'}"
+            )
+
+    def _build_prefill(self, num_mixed: int) -> PrefillBatch | None:
+        """The next prefill batch, perhaps empty. None: a preemption has to wait for the step in flight."""
+        book = self.book
+        may_admit = bool(book.queue)
+        if may_admit and book.num_running:
+            paused = self._decode_steps < self._paused_until and book.num_left == self._left_at_pause
+            may_admit = self._decode_steps >= self._retry_at and not paused
+        if book.chunked is None and not may_admit:
+            return PrefillBatch()
+        batch = self._admit(num_mixed, may_admit)
+        if not num_mixed:
+            self._preempting = False
+        if batch.blocked is not Blocked.ROWS and batch.blocked is not Blocked.TOKENS:
+            return batch
+        self._retry_at = self._decode_steps + RETRY_DECODE_STEPS
+        entry = batch.blocked_entry
+        if not self.config.uses_priority or batch.jobs or entry is None:
+            return batch
+        need = self.config.ceil_page(len(entry.tokens)) + self.config.page_size
+        victims = choose_preempted(book.in_rows(), entry.request, self.config, self.memory, need)
+        if not victims:
+            return batch
+        if num_mixed or self._flying:  # decodes are planned already, or under way: preempt in the next call
+            self._preempting = True
+            self._retry_at = 0
+            return batch if num_mixed else None
+        book.step_back(victims)
+        self.totals.preemptions += len(victims)
+        return self._admit(num_mixed, may_admit)
+
+    def _admit(self, num_mixed: int, may_admit: bool) -> PrefillBatch:
+        book = self.book
+        return self._admission.build(
+            self.ratio.value, book.decodes, book.num_running, book.chunked, num_mixed, may_admit
+        )
+
+    def _prefill_into(self, draft: PlanDraft, batch: PrefillBatch) -> None:
+        now = self._clock()
+        book = self.book
+        book.chunked = None
+        for job in batch.jobs:
+            request = job.entry.request
+            if job.is_new:
+                request.status = Status.RUNNING
+                if request.first_scheduled is None:
+                    request.first_scheduled = now
+                    request.cached_tokens = job.start
+                    self.totals.cached_tokens += job.start
+                    self.totals.prompt_tokens += len(request.prompt_ids)
+            if not job.is_last:
+                book.chunked = job.entry
+            if draft.add_prefill(job):
+                book.decodes.append(request)
+            self._to_absorb.append(request)
+        self.totals.hit_rate = batch.cached_tokens / (batch.cached_tokens + batch.num_tokens)
+
+    def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int) -> StepPlan:
+        book, memory = self.book, self.memory
+        memory.step += 1
+        plan, record = draft.finish(memory.step, book.row_writes, book.finished_rows)
+        book.row_writes, book.finished_rows = [], []
+        self._flying.append(record)
+        used = memory.num_used
+        self.last_facts = PlanFacts(
+            number=plan.number,
+            new_seq=len(batch.jobs),
+            new_token=batch.num_tokens,
+            cached_token=batch.cached_tokens,
+            num_decodes=draft.num_decodes,
+            num_running=num_before,
+            num_queued=len(book.queue),
+            num_used=used,
+            token_usage=used / memory.slots.num_slots,
+        )
+        return plan
+
+    # -- results
+
+    def update(self, result: StepResult) -> list[RequestEvent]:
+        """Takes in the result of the oldest step in flight. Results of steps forgotten by `fail_all` are ignored.
+
+        Raises:
+            MoeEngineError: the result does not belong to that step.
+        """
+        if not self._flying and result.number <= self.memory.step:
+            return []
+        if not self._flying or self._flying[0].number != result.number:
+            if self._flying and result.number < self._flying[0].number:
+                return []
+            waits = self._flying[0].number if self._flying else "none"
+            raise MoeEngineError(f"the result of step {result.number} came, but the oldest in flight is {waits}")
+        record = self._flying.popleft()
+        if self.memory.retire(result.number):
+            self._retry_at = 0
+        left, now = self.book.num_left, self._clock()
+        events = read_result(self.book, record, result, now)
+        self.totals.generated_tokens += sum(len(event.token_ids) for event in events)
+        if self.book.aborting:
+            events += self.book.end_aborting(now)
+        if self.book.num_left != left:
+            self._retry_at = 0
+            self._rest_if_idle()
+        return events
+
+    # -- looking at it
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned whose result has not come."""
+        return len(self._flying)
+
+    def is_idle(self) -> bool:
+        """No request and no step in flight."""
+        return not self.book.live and not self._flying
+
+    def _rest_if_idle(self) -> None:
+        """The ratio starts afresh; counts are compared, and only if they do not add up is everything recounted."""
+        if not self.is_idle():
+            return
+        self.ratio.reset()
+        self._retry_at = self._paused_until = 0
+        memory = self.memory
+        rows = memory.rows
+        if (
+            memory.tree.num_protected
+            or memory.slots.num_free + memory.tree.num_evictable != memory.slots.num_slots
+            or rows.num_free != rows.num_total
+        ):
+            self.check_integrity()
+
+    def check_integrity(self) -> list[str]:
+        """Recounts every slot, row and lock, repairs what is wrong, logs it and returns the findings. Costs a walk over
+        the pool: for idle times and tests."""
+        findings = check_integrity(self.memory, self.book.live.values())
+        for finding in findings:
+            logger.warning("KV bookkeeping repaired: %s", finding)
+        return findings
+
+    def stats(self) -> SchedulerStats:
+        return snapshot(self.book, self.totals, self.ratio.value, self._clock())
+
+    def load(self) -> LoadSnapshot:
+        return load_snapshot(self.book)

@@ -1,0 +1,166 @@
+"""Free lists that give nothing away while a step in flight may still touch it.
+
+Ids are freed "after step s": they can be handed out again only once `retire(s)` said that step s is over. With one
+step in flight while the next is planned, this is what keeps a late write of an ended request out of a new one's KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class EpochPool:
+    """A pool of integer ids, freed by step number. Used as it is for the rows of the worker's tables.
+
+    Handing out takes from the end of a list, so a batch costs one slice. Double frees are not looked for here, in the
+    hot path; `integrity.py` finds them.
+    """
+
+    __slots__ = ("_all", "_free", "_pending", "_retired", "num_pending")
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self._all = list(ids)
+        self._retired = 0
+        self.num_pending = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Everything is free again."""
+        self._free = self._all[::-1]
+        self._pending: dict[int, list[int]] = {}
+        self.num_pending = 0
+
+    @property
+    def num_free(self) -> int:
+        """Ids that `take` can hand out now."""
+        return len(self._free)
+
+    @property
+    def num_total(self) -> int:
+        return len(self._all)
+
+    @property
+    def retired(self) -> int:
+        return self._retired
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` ids, or None (and nothing taken) if fewer are free."""
+        if count == 0:
+            return []
+        free = self._free
+        if count > len(free):
+            return None
+        taken = free[-count:]
+        del free[-count:]
+        return taken
+
+    def give(self, ids: list[int], after_step: int) -> None:
+        """Takes ids back; they are free once `retire(after_step)` was called, at once if it was already."""
+        if not ids:
+            return
+        if after_step <= self._retired:
+            self._free += ids
+            return
+        waiting = self._pending.get(after_step)
+        if waiting is None:
+            self._pending[after_step] = list(ids)
+        else:
+            waiting += ids
+        self.num_pending += len(ids)
+
+    def retire(self, completed_step: int) -> int:
+        """Steps up to `completed_step` are over. Returns how many ids became free by that."""
+        self._retired = max(self._retired, completed_step)
+        if not self._pending:
+            return 0
+        released = 0
+        for step in [s for s in self._pending if s <= completed_step]:
+            ids = self._pending.pop(step)
+            self._free += ids
+            released += len(ids)
+        self.num_pending -= released
+        return released
+
+    def all_ids(self) -> list[int]:
+        return list(self._all)
+
+    def free_ids(self) -> list[int]:
+        return list(self._free)
+
+    def pending_ids(self) -> dict[int, list[int]]:
+        return {step: list(ids) for step, ids in self._pending.items()}
+
+    def rebuild(self, owned: set[int]) -> None:
+        """Repairs the pool: what is neither `owned` by somebody nor pending is free, each id once."""
+        seen = set(owned)
+        pending: dict[int, list[int]] = {}
+        for step, ids in self._pending.items():
+            kept = []
+            for i in ids:
+                if i not in seen:
+                    seen.add(i)
+                    kept.append(i)
+            if kept:
+                pending[step] = kept
+        self._pending = pending
+        self.num_pending = sum(map(len, pending.values()))
+        self._free = [i for i in reversed(self._all) if i not in seen]
+
+
+class SlotAllocator:
+    """Pages of `page_size` KV slots over [page_size, num_slots + page_size); page 0 is a dummy for padded tokens.
+
+    A page is known by its first slot. Whoever holds the first slot of a page owns all of it; a request fills a page
+    slot by slot without asking again. Counts are in tokens unless a name says pages.
+    """
+
+    __slots__ = ("num_slots", "page_size", "pages")
+
+    def __init__(self, num_slots: int, page_size: int = 1) -> None:
+        if num_slots % page_size:
+            raise ValueError(f"num_slots {num_slots} is not a multiple of page_size {page_size}")
+        self.num_slots = num_slots
+        self.page_size = page_size
+        self.pages = EpochPool(range(page_size, num_slots + page_size, page_size))
+
+    @property
+    def num_free(self) -> int:
+        return len(self.pages._free) * self.page_size
+
+    @property
+    def num_pending(self) -> int:
+        return self.pages.num_pending * self.page_size
+
+    def take_pages(self, count: int) -> list[int] | None:
+        """First slots of `count` pages, or None if there are not so many."""
+        return self.pages.take(count)
+
+    def alloc(self, count: int, last_slot: int = 0, used: int = 0) -> list[int] | None:
+        """Slots for the next `count` tokens of a sequence that has `used` tokens, the last of them in `last_slot`.
+
+        Fills up the page of `last_slot`, then takes new pages. None, and nothing taken, if pages are short.
+        """
+        page = self.page_size
+        if page == 1:
+            return self.pages.take(count)
+        in_page = min(count, -used % page)
+        slots = list(range(last_slot + 1, last_slot + 1 + in_page))
+        left = count - in_page
+        bases = self.pages.take(-(-left // page))
+        if bases is None:
+            return None
+        for base in bases:
+            slots.extend(range(base, base + min(page, left)))
+            left -= page
+        return slots
+
+    def free(self, slots: list[int], after_step: int) -> None:
+        """Frees the pages of `slots`: a run that starts at the start of a page; its last page may be filled in part."""
+        self.pages.give(slots if self.page_size == 1 else slots[:: self.page_size], after_step)
+
+    def retire(self, completed_step: int) -> int:
+        """Returns how many slots became free."""
+        return self.pages.retire(completed_step) * self.page_size
+
+    def reset(self) -> None:
+        self.pages.reset()

@@ -1,0 +1,59 @@
+"""Counters and snapshots for metrics, logs and routers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.scheduler.events import LoadSnapshot, SchedulerStats
+from moe_engine.scheduler.request_book import RequestBook
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counted since the start, except `hit_rate`, which is the last prefill batch's."""
+
+    retractions: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    drains: int = 0
+    hit_rate: float = 0.0
+
+
+def snapshot(book: RequestBook, totals: Totals, ratio: float, now: float) -> SchedulerStats:
+    """Everything about this rank's scheduler."""
+    memory = book.memory
+    waiting = [entry.request for entry in book.queue.entries]
+    used = memory.num_used
+    return SchedulerStats(
+        num_running=book.num_running,
+        num_waiting=len(waiting),
+        num_slots=memory.slots.num_slots,
+        num_used=used,
+        token_usage=used / memory.slots.num_slots,
+        num_free=memory.slots.num_free,
+        num_evictable=memory.tree.num_evictable,
+        num_protected=memory.tree.num_protected,
+        new_token_ratio=ratio,
+        cache_hit_rate=totals.hit_rate,
+        num_retracted=sum(1 for r in waiting if r.retractions),
+        num_retractions_total=totals.retractions,
+        num_preemptions_total=totals.preemptions,
+        prompt_tokens_total=totals.prompt_tokens,
+        cached_tokens_total=totals.cached_tokens,
+        generation_tokens_total=totals.generated_tokens,
+        oldest_wait_seconds=now - min(r.queued_at for r in waiting) if waiting else 0.0,
+        num_drains_total=totals.drains,
+    )
+
+
+def load_snapshot(book: RequestBook) -> LoadSnapshot:
+    """What a router compares; cheap."""
+    return LoadSnapshot(
+        num_running=book.num_running,
+        num_waiting=len(book.queue),
+        num_used=book.memory.num_used,
+        num_waiting_tokens=sum(len(entry.tokens) for entry in book.queue.entries),
+        num_slots=book.memory.slots.num_slots,
+    )

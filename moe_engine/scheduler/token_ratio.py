@@ -1,0 +1,39 @@
+"""How much of its allowance a running request is expected to use up: SGLang's new_token_ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.types import Request
+
+
+class NewTokenRatio:
+    """Starts careful, grows bolder with each decode step that fits, jumps up after a retraction."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.initial = min(config.init_new_token_ratio * config.schedule_conservativeness, 1.0)
+        self.lowest = min(self.initial * config.min_new_token_ratio_factor, 1.0)
+        self._steps = config.new_token_ratio_decay_steps
+        self._retract_steps = config.retract_decode_steps
+        self.reset()
+
+    def decay(self) -> None:
+        """After a decode step without retraction."""
+        if self.value > self.lowest:
+            self.value = max(self.value - self._decay, self.lowest)
+
+    def after_retraction(self, remaining: Sequence[Request]) -> None:
+        """From what the remaining requests have produced, plus some steps of grace.
+
+        From there it comes down within the usual number of steps, however high it jumped.
+        """
+        produced = sum(len(r.output_ids) for r in remaining)
+        allowed = sum(r.max_new_tokens for r in remaining)
+        self.value = min(1.0, (produced + self._retract_steps * len(remaining)) / (allowed + 1))
+        self._decay = max(self._decay, (self.value - self.lowest) / self._steps)
+
+    def reset(self) -> None:
+        """When idle."""
+        self.value = self.initial
+        self._decay = (self.initial - self.lowest) / self._steps

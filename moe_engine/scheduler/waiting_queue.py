@@ -1,0 +1,127 @@
+"""The requests that wait, in an order that starves nobody.
+
+Order: by priority (where enabled), then a front region, then the policy's order. The front region holds, by arrival,
+retracted requests (they were admitted once already) and aged ones. A request is aged when the policy has let so many
+others pass that under fcfs it would long be running: once the number of admissions since it came exceeds the length of
+the queue it found plus `max_overtakes`. So under lpm, lof, dfs-weight and random every request is admitted after a
+bounded number of admissions, whatever arrives. Between priorities there is no aging: priority is strict by intent.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from operator import attrgetter
+
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.radix_cache import Match, RadixCache
+from moe_engine.types import Request
+
+FRONT, NORMAL = 0, 1
+_KEY = attrgetter("key")
+
+
+class Waiting:
+    """A place in the queue. Remembers its prefix match, which is refreshed only when the tree has changed."""
+
+    __slots__ = ("_match", "_version", "deadline", "key", "limit", "request", "tokens")
+
+    def __init__(self, request: Request, tokens: list[int], limit: int) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.limit = limit
+        """At most this many tokens may come from the cache."""
+        self.key: tuple[float, int, int, int] = (0, 0, 0, 0)
+        self.deadline = 0
+        self._match = Match(None, 0)
+        self._version = -1
+
+    def matched(self, tree: RadixCache) -> Match:
+        """The cached prefix now; walks on from the node found last time."""
+        if self._version != tree.version:
+            self._match = tree.peek(self.tokens, self.limit, self.request.extra_key, self._match.node)
+            self._version = tree.version
+        return self._match
+
+
+def prefix_limit(request: Request) -> int:
+    """How much of a request may come from the cache: all but the last token, which must be computed to sample from.
+
+    With prompt log-probabilities from position s on, the logits at s - 1 are needed too.
+    """
+    limit = request.num_tokens - 1
+    if request.logprobs is not None and request.logprobs.start is not None and not request.output_ids:
+        limit = min(limit, max(request.logprobs.start - 1, 0))
+    return limit
+
+
+class WaitingQueue:
+    """Entries sorted by (priority, region, policy key, arrival)."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._entries: list[Waiting] = []
+        self._by_arrival: deque[Waiting] = deque()
+        self._ages = config.effective_policy != "fcfs"
+        self._last_deadline = 0
+        self._admissions = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def entries(self) -> list[Waiting]:
+        """In static order; not to be changed."""
+        return self._entries
+
+    def push(self, request: Request, *, front: bool = False) -> Waiting:
+        """Adds a request; `front` for one that ran already."""
+        tokens = request.prompt_ids + request.output_ids if request.output_ids else request.prompt_ids
+        entry = Waiting(request, tokens, prefix_limit(request))
+        self._place(entry, FRONT if front else NORMAL)
+        if self._ages and not front:
+            due = self._admissions + len(self._entries) + self._config.max_overtakes
+            self._last_deadline = entry.deadline = max(due, self._last_deadline)
+            self._by_arrival.append(entry)
+        return entry
+
+    def remove(self, entry: Waiting) -> None:
+        """Takes an entry out."""
+        index = bisect_left(self._entries, entry.key, key=_KEY)
+        assert self._entries[index] is entry
+        del self._entries[index]
+        entry.deadline = -1
+
+    def admit(self, entries: list[Waiting]) -> None:
+        """Takes out entries that begin to run."""
+        for entry in entries:
+            self.remove(entry)
+        self._admissions += len(entries)
+
+    def clear(self) -> list[Request]:
+        """Empties the queue."""
+        requests = [entry.request for entry in self._entries]
+        self._entries.clear()
+        self._by_arrival.clear()
+        return requests
+
+    def promote_aged(self) -> None:
+        """Moves aged entries to the front region. Deadlines grow with arrival, so only the oldest is looked at."""
+        waiting = self._by_arrival
+        while waiting and waiting[0].deadline < self._admissions:
+            entry = waiting.popleft()
+            if entry.deadline >= 0:
+                self.remove(entry)
+                self._place(entry, FRONT)
+
+    def regions(self) -> tuple[list[Waiting], list[Waiting]]:
+        """The front region and the rest; meaningful only without priorities."""
+        cut = bisect_left(self._entries, NORMAL, key=lambda e: e.key[1])
+        return self._entries[:cut], self._entries[cut:]
+
+    def _place(self, entry: Waiting, region: int) -> None:
+        request, config = entry.request, self._config
+        priority = config.priority_key(request.priority) if config.uses_priority else 0.0
+        by_policy = -request.max_new_tokens if config.effective_policy == "lof" and region == NORMAL else 0
+        entry.key = (priority, region, by_policy, request.seq)
+        insort(self._entries, entry, key=_KEY)

@@ -1,0 +1,139 @@
+"""The HTTP application: endpoints, keys, errors."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from moe_engine.engine.client_api import EngineClient
+from moe_engine.engine.frontend import Frontend, Observer
+from moe_engine.errors import ConfigError, InputError
+from moe_engine.server.auth import KeyCheck
+from moe_engine.server.control_api import LATER_ENDPOINTS, ControlApi, internal_states, version
+from moe_engine.server.errors import Handler, Problem, Shape, error_response, guarded, native_body, openai_body
+from moe_engine.server.http_io import json_response
+from moe_engine.server.metrics import Metrics
+from moe_engine.server.native_api import NativeApi
+from moe_engine.server.observers import Observers, RequestLog
+from moe_engine.server.openai_chat import ChatApi
+from moe_engine.server.openai_completions import CompletionsApi
+from moe_engine.server.settings import ServerSettings
+from moe_engine.server.state import ServerState
+from moe_engine.tokenizer.chat_template import load_chat_template
+from moe_engine.tokenizer.reasoning import REASONING_PARSERS
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
+
+
+def create_app(frontend: Frontend, client: EngineClient, settings: ServerSettings) -> FastAPI:
+    """Builds the application over a running engine.
+
+    Raises:
+        ConfigError: a parser that does not exist, or a chat template that cannot be read.
+    """
+    _check_parsers(settings)
+    tokenizer = frontend.tokenizer
+    template = (
+        load_chat_template(settings.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
+        if tokenizer is not None
+        else None
+    )
+    state = ServerState(frontend, client, settings, template)
+    app = FastAPI(title="moe-engine", version=version())
+    app.state.server = state
+    _add_openai(app, state)
+    _add_native(app, state)
+    _add_metrics(app, state)
+    app.add_exception_handler(HTTPException, _no_such_route)
+    if settings.api_key or settings.admin_api_key:
+        app.add_middleware(KeyCheck, api_key=settings.api_key, admin_api_key=settings.admin_api_key)
+    return app
+
+
+def _check_parsers(settings: ServerSettings) -> None:
+    for flag, chosen, known in (
+        ("--reasoning-parser", settings.reasoning_parser, REASONING_PARSERS),
+        ("--tool-call-parser", settings.tool_call_parser, tuple(TOOL_FORMATS)),
+    ):
+        if chosen is not None and chosen not in known:
+            raise ConfigError(f"{flag} {chosen}: not available yet in moe-engine; choose one of {', '.join(known)}")
+
+
+def _route(
+    app: FastAPI, paths: str, handler: Handler, shape: Shape, methods: str = "GET", *, show: bool = True
+) -> None:
+    for path in paths.split():
+        app.add_api_route(path, guarded(handler, shape), methods=methods.split(), include_in_schema=show)
+
+
+def _add_openai(app: FastAPI, state: ServerState) -> None:
+    chat, completions = ChatApi(state), CompletionsApi(state)
+    _route(app, "/v1/chat/completions", chat.chat_completions, openai_body, "POST")
+    _route(app, "/v1/completions", completions.completions, openai_body, "POST")
+
+    def card() -> dict[str, object]:
+        return {
+            "id": state.model_name,
+            "object": "model",
+            "created": int(state.started_at),
+            "owned_by": "moe-engine",
+            "root": client_root,
+            "parent": None,
+            "max_model_len": state.client.info.context_len,
+        }
+
+    client_root = state.client.info.model_path
+
+    async def models(request: Request) -> Response:
+        return json_response({"object": "list", "data": [card()]})
+
+    async def model(request: Request) -> Response:
+        state.check_model(request.path_params["model"])
+        return json_response(card())
+
+    _route(app, "/v1/models", models, openai_body)
+    _route(app, "/v1/models/{model:path}", model, openai_body)
+
+
+def _add_native(app: FastAPI, state: ServerState) -> None:
+    native, control = NativeApi(state), ControlApi(state)
+    _route(app, "/generate", native.generate, native_body, "POST PUT")
+    _route(app, "/abort_request", native.abort_request, native_body, "POST")
+    _route(app, "/flush_cache", native.flush_cache, native_body, "GET POST")
+    _route(app, "/tokenize /v1/tokenize", native.tokenize, native_body, "POST")
+    _route(app, "/detokenize /v1/detokenize", native.detokenize, native_body, "POST")
+    _route(app, "/health /ready /ping", control.health, native_body)
+    _route(app, "/health_generate", control.health_generate, native_body)
+    _route(app, "/model_info /get_model_info", control.model_info, native_body)
+    _route(app, "/server_info /get_server_info", control.server_info, native_body)
+    _route(app, "/v1/loads", control.loads, native_body)
+    _route(app, "/get_load", control.old_load, native_body)
+    for path in LATER_ENDPOINTS:
+        shape = openai_body if path.startswith("/v1") else native_body
+        _route(app, path, control.later, shape, "GET POST PUT", show=False)
+
+
+def _add_metrics(app: FastAPI, state: ServerState) -> None:
+    observers: list[Observer] = [state.frontend.observer] if state.frontend.observer else []
+    if state.settings.log_requests:
+        observers.append(RequestLog(state.settings.log_requests_level))
+    metrics = Metrics(state.model_name, state.client.info) if state.settings.enable_metrics else None
+    if metrics is not None:
+        observers.append(metrics)
+    if observers:
+        state.frontend.observer = observers[0] if len(observers) == 1 else Observers(*observers)
+
+    async def page(request: Request) -> Response:
+        if metrics is None:
+            raise InputError("metrics are off; start the server with --enable-metrics", status=404)
+        body = metrics.render(state.client, await internal_states(state))
+        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    _route(app, "/metrics", page, native_body)
+
+
+async def _no_such_route(request: Request, exc: Exception) -> Response:
+    status = exc.status_code if isinstance(exc, HTTPException) else 500
+    path = request.url.path
+    message = f"{request.method} {path}: no such endpoint" if status == 404 else f"{request.method} {path}: not allowed"
+    problem = Problem(status, message, "NotFoundError" if status == 404 else "BadRequestError", None, status)
+    return error_response(problem, openai_body if path.startswith("/v1") else native_body)

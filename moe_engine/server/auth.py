@@ -1,0 +1,58 @@
+"""API keys: `Authorization: Bearer KEY` on everything but health and metrics; a second key for control endpoints."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moe_engine.server.errors import Problem, error_response, native_body, openai_body
+
+FREE_PREFIXES = ("/health", "/metrics", "/ready", "/ping")
+
+ADMIN_PATHS = frozenset(
+    {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile"}
+)
+ADMIN_PREFIXES = ("/update_weight", "/init_weights", "/release_memory", "/resume_memory", "/pause_", "/continue_")
+
+
+class KeyCheck:
+    """ASGI middleware that lets a request through only with the right key.
+
+    Args:
+        api_key: wanted on all endpoints; None leaves them open.
+        admin_api_key: wanted instead on endpoints that change the engine; None means `api_key` there too.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None = None) -> None:
+        self._app = app
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._allowed(scope):
+            problem = Problem(401, self._hint(scope["path"]), "authentication_error", None, "invalid_api_key")
+            shape = openai_body if scope["path"].startswith("/v1") else native_body
+            await error_response(problem, shape)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        path = scope["path"]
+        if scope["method"] == "OPTIONS" or path.startswith(FREE_PREFIXES):
+            return True
+        wanted = self._api_key
+        if self._admin_api_key and _is_admin(path):
+            wanted = self._admin_api_key
+        if not wanted:
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, b"Bearer " + wanted.encode())
+
+    def _hint(self, path: str) -> str:
+        which = "admin API key" if self._admin_api_key and _is_admin(path) else "API key"
+        return f"Missing or wrong {which}; send the header 'Authorization: Bearer <key>'."
+
+
+def _is_admin(path: str) -> bool:
+    return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)

@@ -1,0 +1,157 @@
+"""Health, facts about the model and the server, load, and the endpoints that later parts bring."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from importlib import metadata
+from typing import Any
+
+from fastapi import Request, Response
+
+from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.errors import InputError, MoeEngineError, NotAvailableYet
+from moe_engine.server.http_io import json_response, plain_floats, unless_gone
+from moe_engine.server.state import ServerState, trouble
+
+STATE_TIMEOUT = 2.0
+
+LATER_ENDPOINTS = (
+    "/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record",
+    "/update_weights", "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor",
+    "/update_weights_from_ipc", "/update_weight_version", "/init_weights_update_group", "/destroy_weights_update_group",
+    "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
+    "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation", "/continue_generation",
+    "/start_profile", "/stop_profile", "/open_session", "/close_session", "/load_lora_adapter", "/unload_lora_adapter",
+    "/encode", "/classify", "/parse_function_call", "/separate_reasoning", "/configure_logging", "/set_internal_state",
+    "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
+    "/invocations", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/responses", "/v1/classify",
+    "/v1/audio/transcriptions", "/v1/messages", "/v1/files", "/v1/batches",
+)  # fmt: skip
+
+
+class ControlApi:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def health(self, request: Request) -> Response:
+        """Liveness and progress, from shared memory: no generation, no queue."""
+        problem = trouble(self._state.client.health(), self._state.settings.watchdog_timeout)
+        if problem is not None:
+            raise InputError(problem, status=503)
+        return Response(status_code=200)
+
+    async def health_generate(self, request: Request) -> Response:
+        """Generates one token."""
+        inp = GenerateInput(
+            input_ids=[0],
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
+        )
+        timeout = self._state.settings.health_timeout
+        try:
+            await unless_gone(request, asyncio.wait_for(self._state.frontend.generate(inp), timeout))
+        except TimeoutError:
+            raise InputError(f"no token within {timeout:g} s", status=503) from None
+        return Response(status_code=200)
+
+    async def model_info(self, request: Request) -> Response:
+        info, settings = self._state.client.info, self._state.settings
+        return json_response(
+            {
+                "model_path": info.model_path,
+                "tokenizer_path": settings.tokenizer_path or info.model_path,
+                "is_generation": True,
+                "preferred_sampling_params": dict(settings.preferred_sampling_params) or None,
+                "weight_version": "default",
+                "served_model_name": self._state.model_name,
+                "model_type": info.model_type,
+                "architectures": list(info.architectures),
+                "reasoning_parser": settings.reasoning_parser,
+                "tool_call_parser": settings.tool_call_parser,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "max_context_length": info.context_len,
+                "vocab_size": info.vocab_size,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        info = self._state.client.info
+        internal = await internal_states(self._state)
+        throughput = sum(s.get("last_gen_throughput") or 0.0 for s in internal)
+        hidden = {name: "***" for name in ("api_key", "admin_api_key") if self._state.settings.server_args.get(name)}
+        return json_response(
+            plain_floats(
+                {
+                    **self._state.settings.server_args,
+                    **hidden,
+                    "status": "ready",
+                    "max_total_num_tokens": info.max_total_num_tokens,
+                    "max_req_input_len": info.max_req_input_len,
+                    "max_running_requests": info.max_running_requests,
+                    "last_gen_throughput": throughput,
+                    "internal_states": [{**s, "memory_usage": self._memory()} for s in internal],
+                    "startup_time": self._state.started_at,
+                    "version": version(),
+                }
+            )
+        )
+
+    def _memory(self) -> dict[str, Any]:
+        info = self._state.client.info
+        gib = 2**30
+        return {
+            "weight": round(info.weight_bytes / gib, 3),
+            "kvcache": round(info.kv_bytes / gib, 3),
+            "graph": 0,
+            "token_capacity": info.max_total_num_tokens,
+        }
+
+    async def loads(self, request: Request) -> Response:
+        """Load per data-parallel rank, as SGLang's routers read it."""
+        health, info = self._state.client.health(), self._state.client.info
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": health.num_running,
+            "num_waiting_reqs": health.num_waiting,
+            "num_total_reqs": health.num_running + health.num_waiting,
+            "num_used_tokens": health.num_used_tokens,
+            "max_total_num_tokens": info.max_total_num_tokens,
+            "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens),
+            "max_running_requests": info.max_running_requests,
+        }
+        return json_response({"version": version(), "dp_rank_count": 1, "loads": [load]})
+
+    async def old_load(self, request: Request) -> Response:
+        health = self._state.client.health()
+        return json_response(
+            [
+                {
+                    "dp_rank": 0,
+                    "num_reqs": health.num_running + health.num_waiting,
+                    "num_waiting_reqs": health.num_waiting,
+                    "num_tokens": health.num_used_tokens,
+                }
+            ]
+        )
+
+    async def later(self, request: Request) -> Response:
+        raise NotAvailableYet(f"{request.url.path}: not available yet in moe-engine {version()}")
+
+
+async def internal_states(state: ServerState) -> list[dict[str, Any]]:
+    """What the cores tell of themselves, one dict a rank; empty when they do not answer in time."""
+    try:
+        answer = await asyncio.wait_for(state.client.call("internal_state"), STATE_TIMEOUT)
+    except (TimeoutError, MoeEngineError):
+        return []
+    states = answer if isinstance(answer, list) else [answer]
+    return [s for s in states if isinstance(s, dict)]
+
+
+def version() -> str:
+    try:
+        return metadata.version("moe-engine")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"

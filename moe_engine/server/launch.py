@@ -1,0 +1,142 @@
+"""``moe-engine serve``: from flags to a server that answers, and back down again.
+
+The core process starts first (importing torch and loading take longest); meanwhile this process imports the HTTP stack
+and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+import time
+from typing import Any
+
+from moe_engine import logs
+from moe_engine.config import explain
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_plan import prepare
+from moe_engine.config.resolve import ResolvedConfig
+from moe_engine.engine.core_process import CoreProcess
+from moe_engine.engine.start import engine_info, start_core
+
+logger = logging.getLogger("moe_engine")
+
+ENGINE_DIED = 1
+DEAD_ENGINE_GRACE_SECONDS = 1.0
+"""After the engine died: so long the server still answers, so that every client reads the error."""
+
+
+def serve(args: EngineArgs) -> int:
+    """Runs a server until SIGTERM, or until its engine dies.
+
+    Returns:
+        0 after a drain, 1 if the engine died.
+
+    Raises:
+        ConfigError: a flag, the model's config, the checkpoint or the address is at fault.
+        EngineDeadError: the engine failed while starting.
+    """
+    began = time.monotonic()
+    logs.setup_logging(args.logging.log_level)
+    config = prepare(args)
+    core = start_core(config)
+    sock: socket.socket | None = None
+    try:
+        for line in (*args.notes, *explain.start_lines(config)):
+            logger.info("%s", line)
+        import uvloop
+
+        from moe_engine.server.serve import bind
+
+        sock = bind(config.server.host, config.server.port)
+        return uvloop.run(_serve(config, core, sock, began))
+    finally:
+        core.expect_exit()
+        core.stop(0.0)
+        if sock is not None:
+            sock.close()
+
+
+async def _serve(config: ResolvedConfig, core: CoreProcess, sock: socket.socket, began: float) -> int:
+    from moe_engine.engine.client import CoreClient
+    from moe_engine.engine.frontend import Frontend
+    from moe_engine.server.app import create_app
+    from moe_engine.server.serve import serve as serve_http
+    from moe_engine.server.stop import StopSwitch
+    from moe_engine.tokenizer.tokenizer import load_tokenizer
+
+    model = config.args.model
+    tokenizer = None
+    if not model.skip_tokenizer_init:
+        tokenizer = load_tokenizer(
+            config.tokenizer_path,
+            mode=model.tokenizer_mode,
+            trust_remote_code=model.trust_remote_code,
+            revision=model.revision,
+        )
+    settings = server_settings(config)
+    facts = await asyncio.get_running_loop().run_in_executor(None, core.wait_ready)
+    client = CoreClient(core, engine_info(facts))
+    app = create_app(Frontend(client, tokenizer, settings.frontend()), client, settings)
+    switch = StopSwitch()
+    core.on_death(lambda cause: switch.stop_after(DEAD_ENGINE_GRACE_SECONDS), asyncio.get_running_loop())
+
+    async def ready(host: str, port: int) -> None:
+        logger.info("%s", logs.READY_LINE)
+        _announce(config, host, port, time.monotonic() - began)
+
+    await serve_http(
+        app,
+        sock,
+        log_level=config.logging.log_level,
+        log_level_http=config.logging.log_level_http,
+        on_ready=ready,
+        stop=switch,
+    )
+    if core.dead:
+        return ENGINE_DIED
+    await client.shutdown()
+    return 0
+
+
+def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> None:
+    """For a person at a terminal: that it is ready, and a line to copy."""
+    shown = "localhost" if host in ("0.0.0.0", "127.0.0.1", "::") else host
+    key = "-H 'Authorization: Bearer $API_KEY' " if config.server.api_key else ""
+    body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    print(f"READY in {seconds:.1f} s on port {port}. Try:", file=sys.stdout)
+    print(f"  curl {shown}:{port}/v1/chat/completions -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
+
+
+def server_settings(config: ResolvedConfig) -> Any:
+    """The HTTP front end's part of the configuration."""
+    from moe_engine.server.settings import ServerSettings
+
+    server, log, model = config.server, config.logging, config.args.model
+    hidden = {"api_key", "admin_api_key"}
+    return ServerSettings(
+        host=server.host,
+        port=server.port,
+        api_key=server.api_key,
+        admin_api_key=server.admin_api_key,
+        served_model_name=config.served_model_name,
+        tokenizer_path=config.tokenizer_path,
+        chat_template=model.chat_template,
+        reasoning_parser=server.reasoning_parser,
+        tool_call_parser=server.tool_call_parser,
+        enable_metrics=log.enable_metrics,
+        enable_cache_report=server.enable_cache_report,
+        log_requests=log.log_requests,
+        log_requests_level=log.log_requests_level,
+        log_level=log.log_level,
+        log_level_http=log.log_level_http,
+        stream_interval=config.scheduling.stream_interval,
+        incremental_streaming_output=server.incremental_streaming_output,
+        allow_auto_truncate=server.allow_auto_truncate,
+        skip_tokenizer_init=model.skip_tokenizer_init,
+        watchdog_timeout=server.watchdog_timeout,
+        server_args={k: v for k, v in config.args.flat().items() if k not in hidden},
+    )

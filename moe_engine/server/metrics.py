@@ -1,0 +1,134 @@
+"""Prometheus metrics under SGLang's names: counters and histograms from the front end, gauges read when scraped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import prometheus_client as prom
+
+from moe_engine.engine.client_api import EngineClient, EngineInfo
+from moe_engine.engine.generation import Generation
+
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
+_ITL = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1, 2, 4, 8)
+_E2E = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 350, 500, 1000)
+_QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 60, 80, 100, 200, 500, 1000)
+_TOKENS = (10, 30, 60, 100, 200, 400, 700, 1000, 1500, 2000, 3000, 5000, 8000, 16000, 32000, 64000, 128000)
+
+_GAUGES = {
+    "num_running_reqs": "Requests running now.",
+    "num_queue_reqs": "Requests waiting.",
+    "num_used_tokens": "KV slots held by running requests.",
+    "token_usage": "Share of the KV pool in use.",
+    "gen_throughput": "Generated tokens per second.",
+    "cache_hit_rate": "Share of the last prefill batch's tokens found in the prefix cache.",
+    "num_retracted_reqs": "Requests taken back to the queue for want of KV slots.",
+    "new_token_ratio": "Share of the possible output that admission reserves.",
+    "utilization": "Running requests over the most that may run.",
+    "max_total_num_tokens": "KV slots.",
+    "page_size": "KV slots per page.",
+    "context_len": "Longest sequence, tokens.",
+    "weight_memory_usage_gb": "Memory of the weights, GB.",
+    "kv_cache_memory_usage_gb": "Memory of the KV pool, GB.",
+}
+_FROM_STATE = {
+    "gen_throughput": "last_gen_throughput",
+    "cache_hit_rate": "cache_hit_rate",
+    "num_retracted_reqs": "num_retracted",
+    "new_token_ratio": "new_token_ratio",
+}
+
+
+class Metrics:
+    """An `Observer` of the front end that renders a Prometheus page."""
+
+    def __init__(self, model_name: str, info: EngineInfo) -> None:
+        self.registry = prom.CollectorRegistry()
+        self._info = info
+        self._labels = {
+            "model_name": model_name,
+            "engine_type": "unified",
+            "tp_rank": "0",
+            "pp_rank": "0",
+            "moe_ep_rank": "0",
+            "dp_rank": "0",
+        }
+        prom.disable_created_metrics()
+        self._prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens processed.")
+        self._generation_tokens = self._counter("generation_tokens_total", "Tokens generated.")
+        self._cached_tokens = self._counter("cached_tokens_total", "Prompt tokens found in the prefix cache.")
+        self._requests = self._counter("num_requests_total", "Requests processed.")
+        self._aborted = self._counter("num_aborted_requests_total", "Requests aborted.")
+        self._ttft = self._histogram("time_to_first_token_seconds", "Time to the first token.", _TTFT)
+        self._itl = self._histogram("inter_token_latency_seconds", "Time between tokens.", _ITL)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", _E2E)
+        self._queue = self._histogram("queue_time_seconds", "Time spent waiting.", _QUEUE)
+        self._prompt_sizes = self._histogram("prompt_tokens_histogram", "Prompt lengths.", _TOKENS)
+        self._output_sizes = self._histogram("generation_tokens_histogram", "Output lengths.", _TOKENS)
+        self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
+
+    # -- Observer
+
+    def received(self, generation: Generation) -> None:
+        pass
+
+    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
+        self._generation_tokens.inc(count)
+        if first:
+            self._ttft.observe(seconds)
+            count -= 1
+            seconds = 0.0
+        for _ in range(count):
+            self._itl.observe(seconds / count)
+
+    def finished(self, generation: Generation) -> None:
+        self._requests.inc()
+        self._prompt_tokens.inc(len(generation.prompt_ids))
+        self._cached_tokens.inc(generation.cached_tokens)
+        self._prompt_sizes.observe(len(generation.prompt_ids))
+        self._output_sizes.observe(len(generation.output_ids))
+        self._queue.observe(generation.queue_time)
+        if generation.finish is None or generation.finish["type"] == "abort":
+            self._aborted.inc()
+        else:
+            self._e2e.observe((generation.finished_at or time.monotonic()) - generation.received_at)
+
+    # -- the page
+
+    def render(self, client: EngineClient, states: Sequence[dict[str, Any]]) -> bytes:
+        """The page, gauges fresh from shared memory and the cores' answers."""
+        health, info = client.health(), self._info
+        values: dict[str, float] = {
+            "num_running_reqs": health.num_running,
+            "num_queue_reqs": health.num_waiting,
+            "num_used_tokens": health.num_used_tokens,
+            "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens),
+            "utilization": health.num_running / max(1, info.max_running_requests),
+            "max_total_num_tokens": info.max_total_num_tokens,
+            "page_size": info.page_size,
+            "context_len": info.context_len,
+            "weight_memory_usage_gb": info.weight_bytes / 2**30,
+            "kv_cache_memory_usage_gb": info.kv_bytes / 2**30,
+        }
+        for name, key in _FROM_STATE.items():
+            found = [s[key] for s in states if isinstance(s.get(key), (int, float))]
+            if found:
+                values[name] = sum(found) if name != "cache_hit_rate" else sum(found) / len(found)
+        for name, value in values.items():
+            self._gauges[name].set(value)
+        return prom.generate_latest(self.registry)
+
+    # -- plumbing
+
+    def _counter(self, name: str, text: str) -> prom.Counter:
+        return prom.Counter(f"sglang:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _gauge(self, name: str, text: str) -> prom.Gauge:
+        return prom.Gauge(f"sglang:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> prom.Histogram:
+        return prom.Histogram(
+            f"sglang:{name}", text, list(self._labels), registry=self.registry, buckets=tuple(buckets)
+        ).labels(**self._labels)

@@ -1,0 +1,128 @@
+"""SGLang's own generation endpoints: /generate, /abort_request, /tokenize, /detokenize, /flush_cache."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request, Response
+
+from moe_engine.engine.frontend import Job
+from moe_engine.engine.generate_input import GenerateInput, check_token_ids
+from moe_engine.errors import InputError
+from moe_engine.server.errors import native_body
+from moe_engine.server.http_io import EventStream, json_response, read_object, sse, unless_gone
+from moe_engine.server.state import ServerState
+
+_FIELDS = (
+    "text", "input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "token_ids_logprob", "priority", "extra_key",
+)  # fmt: skip
+_LATER = (
+    "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "custom_logit_processor",
+    "bootstrap_host", "bootstrap_room", "return_hidden_states", "return_routed_experts", "max_thinking_tokens",
+    "cache_salt",
+)  # fmt: skip
+
+
+def refuse_later(body: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raises InputError for fields that a later part brings, unless they are unset."""
+    for name in names:
+        if body.get(name) not in (None, False, [], {}):
+            raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
+    for name in ("data_parallel_rank", "routed_dp_rank"):
+        if body.get(name) not in (None, 0):
+            raise InputError(f"{name}: this server has one data-parallel rank, 0", field=name)
+
+
+def boolean(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{name}: expected true or false, got {value!r:.80}", field=name)
+    return bool(value)
+
+
+class NativeApi:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def generate(self, request: Request) -> Response:
+        body = await read_object(request, self._state.settings.max_body_bytes)
+        refuse_later(body, _LATER)
+        inp = GenerateInput(**{name: body[name] for name in _FIELDS if body.get(name) is not None})
+        inp.stream = boolean(body, "stream")
+        inp.return_text_in_logprobs = boolean(body, "return_text_in_logprobs")
+        job = await self._state.frontend.prepare(inp)
+        if inp.stream:
+            return EventStream(self._events(job), native_body)
+        await unless_gone(request, self._state.frontend.collect(job))
+        outputs = [generation.output() for generation in job.generations]
+        return json_response(outputs if job.is_list else outputs[0])
+
+    async def _events(self, job: Job) -> AsyncGenerator[bytes]:
+        async with aclosing(self._state.frontend.chunks(job)) as chunks:
+            async for chunk in chunks:
+                yield sse(chunk)
+
+    async def abort_request(self, request: Request) -> Response:
+        body = await read_object(request, self._state.settings.max_body_bytes)
+        rid, everything = body.get("rid"), boolean(body, "abort_all")
+        if not everything and (not isinstance(rid, str) or not rid):
+            raise InputError("rid: give the id of the request to abort, or abort_all: true", field="rid")
+        self._state.frontend.abort("" if everything else rid or "", all=everything, reason="Abort in /abort_request")
+        return Response(status_code=200)
+
+    async def flush_cache(self, request: Request) -> Response:
+        if await self._state.client.call("flush_cache"):
+            return Response(
+                "Cache flushed.\nPlease check backend logs for more details. "
+                "(When there are running or waiting requests, the operation will not be performed.)\n",
+                media_type="text/plain",
+            )
+        health = self._state.client.health()
+        raise InputError(
+            f"Cache not flushed: {health.num_running} requests are running and {health.num_waiting} waiting. Try again "
+            "when the server is idle."
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await read_object(request, self._state.settings.max_body_bytes)
+        tokenizer = self._state.tokenizer()
+        prompt, messages = body.get("prompt"), body.get("messages")
+        add_special = body.get("add_special_tokens", True)
+        if not isinstance(add_special, bool):
+            raise InputError("add_special_tokens: expected true or false", field="add_special_tokens")
+        if (prompt is None) == (messages is None):
+            raise InputError("prompt: give exactly one of prompt and messages", field="prompt")
+        texts: list[Any] = prompt if isinstance(prompt, list) else [prompt]
+        if messages is not None:
+            from moe_engine.server.openai_messages import render_prompt
+
+            texts, add_special = [render_prompt(self._state, messages, body)], False
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise InputError("prompt: expected a string or a list of strings", field="prompt")
+        tokens = tokenizer.encode_batch(texts, add_special)
+        counts = [len(ids) for ids in tokens]
+        many = isinstance(prompt, list)
+        return json_response(
+            {
+                "tokens": tokens if many else tokens[0],
+                "count": counts if many else counts[0],
+                "max_model_len": self._state.client.info.context_len,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await read_object(request, self._state.settings.max_body_bytes)
+        tokenizer = self._state.tokenizer()
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list):
+            raise InputError("tokens: expected a list of token ids", field="tokens")
+        many = bool(tokens) and all(isinstance(ids, list) for ids in tokens)
+        batch: list[list[int]] = tokens if many else [tokens]
+        for ids in batch:
+            check_token_ids(ids or [0], self._state.client.info.vocab_size, "tokens")
+        skip = body.get("skip_special_tokens", True)
+        texts = [tokenizer.decode(ids, bool(skip)) for ids in batch]
+        return json_response({"text": texts if many else texts[0]})

@@ -1,0 +1,66 @@
+"""The log of requests, and several observers behind one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from moe_engine.engine.frontend import Observer
+from moe_engine.engine.generation import Generation
+
+logger = logging.getLogger("moe_engine.server")
+
+PARTIAL_CHARS = 2048
+
+
+class Observers:
+    """Passes everything on to each of `members`."""
+
+    def __init__(self, *members: Observer) -> None:
+        self._members = members
+
+    def received(self, generation: Generation) -> None:
+        for member in self._members:
+            member.received(generation)
+
+    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
+        for member in self._members:
+            member.tokens(generation, count, seconds, first=first)
+
+    def finished(self, generation: Generation) -> None:
+        for member in self._members:
+            member.finished(generation)
+
+
+class RequestLog:
+    """`--log-requests`: a line when a request comes and one when it ends.
+
+    Levels as SGLang's: 0 metadata, 1 and sampling parameters, 2 and the beginning of the texts, 3 everything.
+    """
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def received(self, generation: Generation) -> None:
+        facts: dict[str, Any] = {"rid": generation.rid, "prompt_tokens": len(generation.prompt_ids)}
+        if self._level >= 1:
+            facts["sampling_params"] = msgspec.to_builtins(generation.sampling)
+        if self._level >= 2:
+            facts["text"] = self._cut(generation.prompt_text)
+        logger.info("Receive: %s", facts)
+
+    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
+        pass
+
+    def finished(self, generation: Generation) -> None:
+        facts: dict[str, Any] = {"rid": generation.rid, "meta_info": generation.meta_info([], with_prompt=False)}
+        if self._level >= 2:
+            facts["text"] = self._cut(generation.text)
+        logger.info("Finish: %s", facts)
+
+    def _cut(self, text: str | None) -> str | None:
+        if text is None or self._level >= 3 or len(text) <= PARTIAL_CHARS:
+            return text
+        return text[:PARTIAL_CHARS] + " ..."

@@ -1,0 +1,163 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request, Response
+
+from moe_engine.engine.frontend import Job
+from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.engine.generation import Generation
+from moe_engine.errors import InputError
+from moe_engine.server.errors import openai_body
+from moe_engine.server.http_io import EventStream, json_response, read_object, sse, unless_gone
+from moe_engine.server.openai_choice import ChoiceParser, ParserOptions, parser_options
+from moe_engine.server.openai_common import chat_logprobs, matched_stop, usage_of
+from moe_engine.server.openai_messages import check_tools, render_prompt
+from moe_engine.server.openai_types import ChatRequest, parse_openai_sampling, parse_request
+from moe_engine.server.state import ServerState
+
+MAX_TOP_LOGPROBS = 100
+
+
+class ChatApi:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await read_object(request, self._state.settings.max_body_bytes)
+        req = parse_request(body, ChatRequest)
+        model = self._state.check_model(req.model)
+        self._state.tokenizer()
+        tools = self._tools(req)
+        options = {
+            "chat_template_kwargs": self._template_kwargs(req),
+            "continue_final_message": req.continue_final_message,
+            "add_generation_prompt": req.add_generation_prompt,
+        }
+        prompt = render_prompt(self._state, req.messages, options, tools)
+        parsers = parser_options(self._state, req, prompt, tools)
+        job = await self._state.frontend.prepare(self._input(req, prompt, parsers))
+        if req.stream:
+            return EventStream(self._events(req, job, model, parsers), openai_body)
+        await unless_gone(request, self._state.frontend.collect(job))
+        return json_response(self._answer(req, job, model, parsers))
+
+    def _tools(self, req: ChatRequest) -> list[dict[str, Any]]:
+        """The functions the model may call; none with tool_choice "none"."""
+        choice = req.tool_choice if req.tool_choice is not None else "auto"
+        if choice not in ("auto", "none"):
+            shown = choice if isinstance(choice, str) else "a named function"
+            raise InputError(
+                f"tool_choice: {shown} is not available yet in moe-engine; use auto or none", field="tool_choice"
+            )
+        tools = check_tools(req.tools)
+        return tools if choice == "auto" else []
+
+    def _template_kwargs(self, req: ChatRequest) -> dict[str, Any] | None:
+        if req.reasoning_effort is None:
+            return req.chat_template_kwargs
+        return {"reasoning_effort": req.reasoning_effort, **(req.chat_template_kwargs or {})}
+
+    def _input(self, req: ChatRequest, prompt: str, parsers: ParserOptions) -> GenerateInput:
+        top = req.top_logprobs or 0
+        if not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise InputError(f"top_logprobs: must be in [0, {MAX_TOP_LOGPROBS}], got {top}", field="top_logprobs")
+        if top and not req.logprobs:
+            raise InputError("top_logprobs: needs logprobs: true", field="top_logprobs")
+        max_tokens = req.max_completion_tokens if req.max_completion_tokens is not None else req.max_tokens
+        return GenerateInput(
+            text=prompt,
+            text_field="messages",
+            add_special_tokens=False,
+            keep_special=parsers.keep_special,
+            sampling_params=parse_openai_sampling(req, self._state.settings.sampling_defaults, max_tokens),
+            rid=req.rid,
+            stream=bool(req.stream),
+            priority=req.priority,
+            extra_key=req.extra_key,
+            return_logprob=bool(req.logprobs),
+            top_logprobs_num=top,
+        )
+
+    def _usage(self, generations: list[Generation], parsers: ParserOptions) -> dict[str, Any]:
+        return usage_of(
+            generations,
+            cache_report=self._state.settings.enable_cache_report,
+            reasoning_tokens=sum(parsers.count_reasoning(g.output_ids) for g in generations),
+        )
+
+    def _logprobs(self, req: ChatRequest, entries: list[Any]) -> dict[str, Any] | None:
+        return chat_logprobs(self._state.tokenizer(), entries) if req.logprobs else None
+
+    def _answer(self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions) -> dict[str, Any]:
+        choices = []
+        for g in job.generations:
+            parser = ChoiceParser(parsers)
+            message = parser.whole(g.text)
+            choices.append(
+                {
+                    "index": g.index,
+                    "message": message,
+                    "logprobs": self._logprobs(req, g.output_logprobs),
+                    "finish_reason": parser.finish_reason(g.finish),
+                    "matched_stop": matched_stop(g.finish),
+                }
+            )
+        return {
+            "id": job.generations[0].rid,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": choices,
+            "usage": self._usage(job.generations, parsers),
+            "metadata": {"weight_version": "default"},
+        }
+
+    async def _events(self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions) -> AsyncGenerator[bytes]:
+        head = {
+            "id": job.generations[0].rid,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+        }
+        options = req.stream_options
+        continuous = bool(options and options.continuous_usage_stats)
+
+        def event(g: Generation, delta: dict[str, Any], finish: str | None = None, entries: Any = None) -> bytes:
+            choice = {
+                "index": g.index,
+                "delta": delta,
+                "logprobs": self._logprobs(req, entries) if entries else None,
+                "finish_reason": finish,
+                "matched_stop": matched_stop(g.finish) if finish else None,
+            }
+            chunk = {**head, "choices": [choice]}
+            if continuous:
+                chunk["usage"] = self._usage([g], parsers)
+            return sse(chunk)
+
+        choices: dict[int, ChoiceParser] = {}
+        async with aclosing(self._state.frontend.pieces(job)) as pieces:
+            async for piece in pieces:
+                g, entries = piece.generation, piece.logprobs
+                if g.index not in choices:
+                    choices[g.index] = ChoiceParser(parsers)
+                    yield event(g, {"role": "assistant", "content": ""})
+                parser = choices[g.index]
+                deltas = parser.push(piece.text)
+                if piece.finish is not None:
+                    deltas += parser.finish()
+                if entries and req.logprobs and not deltas:
+                    deltas = [{"content": ""}]
+                for delta in deltas:
+                    yield event(g, delta, entries=entries)
+                    entries = []
+                if piece.finish is not None:
+                    yield event(g, {}, parser.finish_reason(piece.finish))
+        if options is not None and options.include_usage:
+            yield sse({**head, "choices": [], "usage": self._usage(job.generations, parsers)})

@@ -1,0 +1,141 @@
+"""One choice of a chat answer: its text split into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.state import ServerState
+from moe_engine.tokenizer.reasoning import THINK_END, THINK_START, ReasoningParser, starts_inside
+from moe_engine.tokenizer.tool_calls import MARKERS, ToolCallParser, ToolDelta
+
+
+@dataclass(frozen=True)
+class ParserOptions:
+    """How the choices of one request are read."""
+
+    reasoning: bool = False
+    inside: bool = False
+    """The answer starts inside the reasoning."""
+    stream_reasoning: bool = True
+    tool_form: str | None = None
+    tool_names: frozenset[str] = frozenset()
+    parallel_tools: bool = True
+    keep_special: frozenset[int] = frozenset()
+    """Special tokens that must stay in the text for the parsers to see."""
+    think_end_id: int | None = None
+
+    def count_reasoning(self, output_ids: Sequence[int]) -> int:
+        """Tokens up to and including `</think>`; all of them if it never comes; 0 without reasoning."""
+        if not self.reasoning or self.think_end_id is None:
+            return 0
+        try:
+            return output_ids.index(self.think_end_id) + 1
+        except ValueError:
+            return len(output_ids) if self.inside else 0
+
+
+def parser_options(state: ServerState, req: ChatRequest, prompt: str, tools: Sequence[dict[str, Any]]) -> ParserOptions:
+    """Settles, from flags and request, how the answer to `prompt` is read."""
+    settings, tokenizer = state.settings, state.tokenizer()
+    reasoning = settings.reasoning_parser is not None and req.separate_reasoning is not False
+    inside = False
+    if reasoning and settings.reasoning_parser is not None:
+        inside = starts_inside(settings.reasoning_parser, prompt, req.chat_template_kwargs or {})
+    form = settings.tool_call_parser if tools else None
+    markers = (THINK_START, THINK_END) * reasoning + MARKERS * (form is not None)
+    ids = (tokenizer.token_id(marker) for marker in markers)
+    return ParserOptions(
+        reasoning=reasoning,
+        inside=inside,
+        stream_reasoning=req.stream_reasoning is not False,
+        tool_form=form,
+        tool_names=frozenset(tool["function"]["name"] for tool in tools),
+        parallel_tools=req.parallel_tool_calls is not False,
+        keep_special=frozenset(i for i in ids if i is not None and i in tokenizer.special_ids),
+        think_end_id=tokenizer.token_id(THINK_END) if reasoning else None,
+    )
+
+
+class ChoiceParser:
+    """Feeds text through the reasoning parser, then what is content through the tool-call parser."""
+
+    def __init__(self, options: ParserOptions) -> None:
+        self._reasoning = (
+            ReasoningParser(inside=options.inside, stream_reasoning=options.stream_reasoning)
+            if options.reasoning
+            else None
+        )
+        self._tools = (
+            ToolCallParser(options.tool_form, options.tool_names, parallel=options.parallel_tools)
+            if options.tool_form
+            else None
+        )
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """The deltas a piece of text gives."""
+        if not text:
+            return []
+        if self._reasoning is None:
+            return self._content(text)
+        reasoning, content = self._reasoning.push(text)
+        return ([{"reasoning_content": reasoning}] if reasoning else []) + (self._content(content) if content else [])
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The deltas of what was held back."""
+        deltas: list[dict[str, Any]] = []
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.finish()
+            deltas += [{"reasoning_content": reasoning}] if reasoning else []
+            deltas += self._content(content) if content else []
+        if self._tools is not None:
+            deltas += _tool_deltas(*self._tools.finish())
+        return deltas
+
+    def finish_reason(self, finish: dict[str, Any] | None) -> str | None:
+        if finish is None:
+            return None
+        if finish["type"] == "stop" and self._tools is not None and self._tools.num_calls:
+            return "tool_calls"
+        return finish["type"]
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The message of a whole answer."""
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for delta in self.push(text) + self.finish():
+            content.append(delta.get("content", ""))
+            reasoning.append(delta.get("reasoning_content", ""))
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append(call)
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        shown = "".join(content)
+        if calls and not shown.strip():
+            shown = ""
+        return {
+            "role": "assistant",
+            "content": shown if shown or not calls else None,
+            "reasoning_content": "".join(reasoning) or None,
+            "tool_calls": calls or None,
+        }
+
+    def _content(self, text: str) -> list[dict[str, Any]]:
+        if self._tools is None:
+            return [{"content": text}]
+        return _tool_deltas(*self._tools.push(text))
+
+
+def _tool_deltas(text: str, deltas: list[ToolDelta]) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = [{"content": text}] if text else []
+    for delta in deltas:
+        call: dict[str, Any] = {"index": delta.index, "function": {"arguments": delta.arguments}}
+        if delta.id is not None:
+            call |= {"id": delta.id, "type": "function"}
+            call["function"]["name"] = delta.name
+        out.append({"tool_calls": [call]})
+    return out

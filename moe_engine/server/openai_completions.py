@@ -1,0 +1,121 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request, Response
+
+from moe_engine.engine.frontend import Job
+from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.engine.generation import Generation
+from moe_engine.errors import InputError
+from moe_engine.server.errors import openai_body
+from moe_engine.server.http_io import EventStream, json_response, read_object, sse, unless_gone
+from moe_engine.server.openai_common import completion_logprobs, matched_stop, usage_of
+from moe_engine.server.openai_types import CompletionRequest, parse_openai_sampling, parse_request
+from moe_engine.server.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16
+MAX_LOGPROBS = 100
+
+
+class CompletionsApi:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def completions(self, request: Request) -> Response:
+        body = await read_object(request, self._state.settings.max_body_bytes)
+        req = parse_request(body, CompletionRequest)
+        model = self._state.check_model(req.model)
+        self._state.tokenizer()
+        job = await self._state.frontend.prepare(self._input(req))
+        if req.stream:
+            return EventStream(self._events(req, job, model), openai_body)
+        await unless_gone(request, self._state.frontend.collect(job))
+        return json_response(self._answer(req, job, model))
+
+    def _input(self, req: CompletionRequest) -> GenerateInput:
+        prompt = req.prompt
+        is_text = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str))
+        if not isinstance(prompt, (str, list)):
+            raise InputError(
+                f"prompt: expected a string, a list of strings, token ids or a list of those, got {prompt!r:.40}",
+                field="prompt",
+            )
+        max_tokens = DEFAULT_MAX_TOKENS if req.max_tokens is None else req.max_tokens
+        if req.logprobs is not None and not 0 <= req.logprobs <= MAX_LOGPROBS:
+            raise InputError(f"logprobs: must be in [0, {MAX_LOGPROBS}], got {req.logprobs}", field="logprobs")
+        return GenerateInput(
+            text=prompt if is_text else None,
+            input_ids=None if is_text else prompt,
+            text_field="prompt",
+            ids_field="prompt",
+            sampling_params=parse_openai_sampling(req, self._state.settings.sampling_defaults, max_tokens),
+            rid=req.rid,
+            stream=bool(req.stream),
+            priority=req.priority,
+            extra_key=req.extra_key,
+            return_logprob=req.logprobs is not None,
+            logprob_start_len=0 if req.echo else -1,
+            top_logprobs_num=req.logprobs or 0,
+        )
+
+    def _prompt_text(self, generation: Generation) -> str:
+        if generation.prompt_text is not None:
+            return generation.prompt_text
+        return self._state.tokenizer().decode(generation.prompt_ids, skip_special_tokens=False)
+
+    def _choice(
+        self, req: CompletionRequest, g: Generation, text: str, entries: list[Any], finish: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        logprobs = completion_logprobs(self._state.tokenizer(), entries) if req.logprobs is not None else None
+        return {
+            "index": g.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish["type"] if finish else None,
+            "matched_stop": matched_stop(finish),
+        }
+
+    def _head(self, job: Job, model: str) -> dict[str, Any]:
+        return {"id": job.generations[0].rid, "object": "text_completion", "created": int(time.time()), "model": model}
+
+    def _answer(self, req: CompletionRequest, job: Job, model: str) -> dict[str, Any]:
+        choices = []
+        for g in job.generations:
+            text, entries = g.text, g.output_logprobs
+            if req.echo:
+                text, entries = self._prompt_text(g) + text, g.prompt_logprobs + entries
+            choices.append(self._choice(req, g, text, entries, g.finish))
+        usage = usage_of(job.generations, cache_report=self._state.settings.enable_cache_report)
+        return self._head(job, model) | {
+            "choices": choices,
+            "usage": usage,
+            "metadata": {"weight_version": "default"},
+        }
+
+    async def _events(self, req: CompletionRequest, job: Job, model: str) -> AsyncGenerator[bytes]:
+        head = self._head(job, model)
+        report = self._state.settings.enable_cache_report
+        options = req.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+        begun: set[int] = set()
+        async with aclosing(self._state.frontend.pieces(job)) as pieces:
+            async for piece in pieces:
+                g, text, entries = piece.generation, piece.text, piece.logprobs
+                if g.index not in begun:
+                    begun.add(g.index)
+                    if req.echo:
+                        text, entries = self._prompt_text(g) + text, g.prompt_logprobs + entries
+                if not (text or piece.finish or (entries and req.logprobs is not None)):
+                    continue
+                chunk = head | {"choices": [self._choice(req, g, text, entries, piece.finish)]}
+                if continuous:
+                    chunk["usage"] = usage_of([g], cache_report=report)
+                yield sse(chunk)
+        if options is not None and options.include_usage:
+            yield sse(head | {"choices": [], "usage": usage_of(job.generations, cache_report=report)})

@@ -1,0 +1,138 @@
+"""Runs the application: listens, says when it is ready, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from moe_engine.errors import ConfigError
+from moe_engine.server.stop import StopSwitch
+
+Hook = Callable[..., Awaitable[None] | None]
+
+BACKLOG = 4096
+
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn that tells when it listens, finishes what runs on the first signal and leaves at once on the second."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Hook | None, on_shutdown: Hook | None) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+        self._on_shutdown = on_shutdown
+        self._ready_task: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self._on_ready is not None and not self.should_exit and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            self._ready_task = asyncio.create_task(_call(self._on_ready, host, port))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets=sockets)
+        if self._on_shutdown is not None:
+            await _call(self._on_shutdown)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but does not raise the signal again afterwards: a drained server has exited well."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+
+async def _call(hook: Hook, *args: Any) -> None:
+    result = hook(*args)
+    if inspect.isawaitable(result):
+        await result
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on the address, before anything slow is done.
+
+    Raises:
+        ConfigError: the address is taken or not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
+    sock.set_inheritable(False)
+    return sock
+
+
+async def serve(
+    app: Any,
+    sock: socket.socket,
+    *,
+    log_level: str = "info",
+    log_level_http: str | None = None,
+    on_ready: Hook | None = None,
+    on_shutdown: Hook | None = None,
+    keep_alive_seconds: int = 60,
+    drain_seconds: int | None = None,
+    stop: StopSwitch | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT; then stops accepting, lets running requests end, and returns.
+
+    Args:
+        sock: from `bind`.
+        on_ready: called with (host, port) once requests are answered; may be async.
+        on_shutdown: called when the last request has ended; may be async.
+        drain_seconds: longest wait for running requests; None waits for all. A second signal ends the wait.
+        stop: ends the server from inside.
+    """
+    http_level = (log_level_http or log_level).lower()
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level=http_level,
+        access_log=http_level in ("info", "debug", "trace"),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_keep_alive=keep_alive_seconds,
+        timeout_graceful_shutdown=drain_seconds,
+        server_header=False,
+    )
+    sock.listen(BACKLOG)
+    server = GracefulServer(config, on_ready, on_shutdown)
+    if stop is not None:
+        stop.connect(lambda: server.handle_exit(signal.SIGTERM, None))
+    await server.serve(sockets=[sock])
+
+
+def run_server(app: Any, host: str, port: int, **options: Any) -> None:
+    """`serve` in an event loop of its own (uvloop). For options see there."""
+    import uvloop
+
+    sock = bind(host, port)
+    try:
+        uvloop.run(serve(app, sock, **options))
+    finally:
+        sock.close()

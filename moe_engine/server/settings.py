@@ -1,0 +1,62 @@
+"""What the operator chose for the HTTP front end. Filled from the launch flags; nothing here reads a flag itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_engine.engine.frontend import FrontendSettings
+
+DEFAULT_MAX_BODY_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Names and defaults are SGLang's flags'.
+
+    Args:
+        served_model_name: name in /v1/models; None takes the engine's.
+        sampling_defaults: sampling fields of the model's generation_config.json; used by the OpenAI endpoints where a
+            request leaves them out (`--sampling-defaults model`).
+        preferred_sampling_params: defaults of /generate (`--preferred-sampling-params`).
+        server_args: all launch flags, shown by /server_info.
+        max_body_bytes: larger request bodies are refused with 413.
+        watchdog_timeout: a step older than this while work is queued makes /health fail.
+        health_timeout: seconds /health_generate waits for its token.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    served_model_name: str | None = None
+    tokenizer_path: str | None = None
+    chat_template: str | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+    enable_metrics: bool = False
+    enable_cache_report: bool = False
+    log_requests: bool = False
+    log_requests_level: int = 2
+    log_level: str = "info"
+    log_level_http: str | None = None
+    stream_interval: int = 1
+    incremental_streaming_output: bool = False
+    allow_auto_truncate: bool = False
+    skip_tokenizer_init: bool = False
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    watchdog_timeout: float = 300.0
+    health_timeout: float = 20.0
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def frontend(self) -> FrontendSettings:
+        """The part that `Frontend` wants."""
+        return FrontendSettings(
+            stream_interval=self.stream_interval,
+            incremental_streaming_output=self.incremental_streaming_output,
+            allow_auto_truncate=self.allow_auto_truncate,
+            preferred_sampling_params=dict(self.preferred_sampling_params),
+        )

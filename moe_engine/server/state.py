@@ -1,0 +1,56 @@
+"""What all endpoints share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from moe_engine.engine.client_api import EngineClient, Health
+from moe_engine.engine.frontend import Frontend
+from moe_engine.errors import InputError
+from moe_engine.server.errors import ModelNotFoundError
+from moe_engine.server.settings import ServerSettings
+from moe_engine.tokenizer.chat_template import ChatTemplate
+from moe_engine.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass
+class ServerState:
+    frontend: Frontend
+    client: EngineClient
+    settings: ServerSettings
+    chat_template: ChatTemplate | None
+    started_at: float = field(default_factory=time.time)
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or self.client.info.served_model_name
+
+    def check_model(self, model: str | None) -> str:
+        """The name to answer with.
+
+        Raises:
+            ModelNotFoundError: unless it is the served name, the model's path, or "default".
+        """
+        if model is None or model in ("default", self.model_name, self.client.info.model_path):
+            return model or self.model_name
+        raise ModelNotFoundError(model, self.model_name)
+
+    def tokenizer(self) -> Tokenizer:
+        if self.frontend.tokenizer is None:
+            raise InputError("this server runs with --skip-tokenizer-init; only /generate with input_ids works")
+        return self.frontend.tokenizer
+
+
+def trouble(health: Health, watchdog_timeout: float) -> str | None:
+    """Why the engine cannot be relied upon, or None. Judged from shared memory alone, in no time."""
+    if health.dead or not health.alive:
+        return health.dead or "a process of the engine is dead"
+    if not health.ready:
+        return "the engine is still starting"
+    if health.last_step_age > watchdog_timeout and (health.num_running or health.num_waiting):
+        return (
+            f"stalled: step {health.last_step + 1} has not ended for {health.last_step_age:.1f} s (watchdog "
+            f"{watchdog_timeout:g} s) with {health.num_running} requests running and {health.num_waiting} waiting"
+        )
+    return None

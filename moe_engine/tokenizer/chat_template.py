@@ -1,0 +1,201 @@
+"""Renders conversations with a checkpoint's Jinja template, in the sandbox and with the helpers of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from moe_engine.errors import ConfigError, InputError
+
+_RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+_LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s[^%]*?(\.content|\[['\"]content['\"]\])")
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: marks answers for training; here its body is just shown."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """A compiled template, or several by name (then "default", and "tool_use" when there are tools).
+
+    Args:
+        source: Jinja source, or a dict of name to source.
+        special_tokens: bos_token, eos_token, ... as the template may name them.
+    """
+
+    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+        sources = {"default": source} if isinstance(source, str) else dict(source)
+        if "default" not in sources:
+            raise ConfigError(f"chat template: none is named 'default' among {sorted(sources)}; give --chat-template")
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+        except jinja2.TemplateSyntaxError as exc:
+            raise ConfigError(f"chat template, line {exc.lineno}: {exc.message}") from exc
+        self._wants_parts = {name: bool(_LOOPS_OVER_CONTENT.search(text)) for name, text in sources.items()}
+        self._special_tokens = dict(special_tokens or {})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Raises:
+            InputError: when the template refuses the conversation or cannot render it.
+        """
+        if clash := _RESERVED & set(kwargs or {}):
+            where = f"chat_template_kwargs.{min(clash)}"
+            raise InputError(f"{where}: is set by the server; leave it out", field=where)
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        context = {
+            **self._special_tokens,
+            **(kwargs or {}),
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        prepared = [prepare_message(m, keep_parts=self._wants_parts[name]) for m in messages]
+        template = self._templates[name]
+        try:
+            try:
+                return template.render(messages=prepared, **context)
+            except TypeError:
+                if not any(m.get("tool_calls") for m in prepared):
+                    raise
+                # templates that paste the arguments in, such as DeepSeek's, want them as the text OpenAI sends
+                return template.render(messages=[_arguments_as_text(m) for m in prepared], **context)
+        except jinja2.TemplateError as exc:
+            raise InputError(f"messages: the chat template refuses them: {exc}", field="messages") from exc
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as exc:
+            raise InputError(
+                f"messages: the chat template cannot render them ({type(exc).__name__}: {exc})", field="messages"
+            ) from exc
+
+
+def load_chat_template(
+    chosen: str | None, own: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """The template of `--chat-template` (a file, or Jinja source), else the checkpoint's own, else None.
+
+    Raises:
+        ConfigError: naming the flag and what was wrong with it.
+    """
+    if chosen is None:
+        return ChatTemplate(own, special_tokens) if own else None
+    if "{%" in chosen or "{{" in chosen:
+        return ChatTemplate(chosen, special_tokens)
+    path = Path(chosen)
+    if not path.is_file():
+        raise ConfigError(
+            f"--chat-template {chosen}: no such file; give a .jinja file (built-in names are not available yet)"
+        )
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        try:
+            text = json.loads(text)["chat_template"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"--chat-template {chosen}: a .json file must hold a 'chat_template' string") from None
+    return ChatTemplate(text, special_tokens)
+
+
+def prepare_message(message: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]:
+    """A message as templates expect it: parts joined unless the template loops over them, arguments as objects."""
+    out = dict(message)
+    content = out.get("content")
+    if isinstance(content, list) and not keep_parts:
+        out["content"] = " ".join(part["text"] for part in content)
+    elif content is None and not out.get("tool_calls"):
+        out["content"] = ""
+    else:
+        out["content"] = content
+    if out.get("tool_calls"):
+        out["tool_calls"] = [_map_arguments(call, _arguments_object) for call in out["tool_calls"]]
+    else:
+        out.pop("tool_calls", None)
+    return out
+
+
+def _arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_map_arguments(call, _arguments_text) for call in message["tool_calls"]]}
+
+
+def _map_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    function["arguments"] = change(function.get("arguments"))
+    return {**call, "function": function}
+
+
+def _arguments_object(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments) if arguments else {}
+        except ValueError:
+            return arguments
+    return arguments if arguments is not None else {}
+
+
+def _arguments_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without names that begin with an underscore, which would open ways out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # "self" must stay free as a keyword
+        self, given = args[0], args[1:]
+        attrs = dict(*given, **kwargs)
+        for name in attrs:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attrs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a template may not store {name!r} on a namespace")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["namespace"] = _Namespace
+    return environment

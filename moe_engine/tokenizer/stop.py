@@ -1,0 +1,58 @@
+"""Stop strings in a stream of text pieces: what may be shown now, what must wait, where the text is cut."""
+
+from __future__ import annotations
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`: what a stream must hold back."""
+    start = max(0, len(text) - len(marker) + 1)
+    at = text.find(marker[0], start)
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
+    return 0
+
+
+class StopMatcher:
+    """Finds the stop string that ends first in a text that comes in pieces.
+
+    The cut depends on the text alone, never on how it was split: of all stop strings the one whose last character comes
+    first wins, and of those ending together the one that starts first. Text that could still become a stop string is
+    held back.
+
+    Args:
+        stops: the stop strings, none empty.
+        trim: whether the stop string itself is cut off as well (SGLang's default) or kept (`no_stop_trim`).
+    """
+
+    __slots__ = ("_held", "_stops", "_trim", "matched")
+
+    def __init__(self, stops: tuple[str, ...], *, trim: bool = True) -> None:
+        self._stops = stops
+        self._trim = trim
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Takes the next piece; returns text that is safe to show. Sets `matched` when a stop string is complete."""
+        if self.matched is not None or not piece:
+            return ""
+        text = self._held + piece
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        if best is not None:
+            end, start, self.matched = best
+            self._held = ""
+            return text[: start if self._trim else end]
+        held = max(overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """The text still held back, once no more can come."""
+        held, self._held = self._held, ""
+        return held

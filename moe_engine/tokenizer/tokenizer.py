@@ -1,0 +1,287 @@
+"""The tokenizer of a checkpoint: `tokenizer.json` through the `tokenizers` library, anything else through transformers.
+
+transformers takes seconds to import and is loaded only where it is needed: checkpoints without a `tokenizer.json`,
+`--tokenizer-mode slow`, and names of the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from moe_engine.errors import ConfigError
+from moe_engine.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class Backend(Protocol):
+    """The library underneath. Ids and texts only, no policy."""
+
+    special_ids: frozenset[int]
+    vocab_size: int
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def token(self, token_id: int) -> str | None: ...
+    def id(self, token: str) -> int | None: ...
+    def max_token_chars(self) -> int: ...
+
+
+class FastBackend:
+    """`tokenizer.json` by the Rust library."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        try:
+            self._tok = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as exc:  # the library raises bare Exception
+            raise ConfigError(f"{path}: cannot be read as a tokenizer.json: {exc}") from exc
+        self._tok.no_truncation()
+        self._tok.no_padding()
+        added = self._tok.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = self._tok.get_vocab_size()
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        if len(texts) == 1:
+            return [self._tok.encode(texts[0], add_special_tokens=add_special_tokens).ids]
+        return [e.ids for e in self._tok.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tok.decode(ids, skip_special_tokens=False)
+
+    def token(self, token_id: int) -> str | None:
+        return self._tok.id_to_token(token_id)
+
+    def id(self, token: str) -> int | None:
+        return self._tok.token_to_id(token)
+
+    def max_token_chars(self) -> int:
+        return max(map(len, self._tok.get_vocab()), default=1)
+
+
+class TransformersBackend:
+    """Everything else, by transformers."""
+
+    def __init__(self, path: str, *, use_fast: bool, trust_remote_code: bool, revision: str | None) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self.hf: Any = AutoTokenizer.from_pretrained(
+                path, use_fast=use_fast, trust_remote_code=trust_remote_code, revision=revision
+            )
+        except Exception as exc:
+            raise ConfigError(f"--tokenizer-path {path}: transformers cannot load a tokenizer from it: {exc}") from exc
+        self.special_ids = frozenset(self.hf.all_special_ids)
+        self.vocab_size = len(self.hf)
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        return [self.hf.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def token(self, token_id: int) -> str | None:
+        return self.hf.convert_ids_to_tokens(token_id)
+
+    def id(self, token: str) -> int | None:
+        found = self.hf.convert_tokens_to_ids(token)
+        return None if found is None or found == self.hf.unk_token_id else int(found)
+
+    def max_token_chars(self) -> int:
+        return max(map(len, self.hf.get_vocab()), default=1)
+
+
+class ByteTable(dict[int, bytes]):
+    """Bytes of every token of a byte-level vocabulary, looked up once each."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+        self._alphabet = _byte_alphabet()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.token(token_id) or ""
+        try:
+            value = bytes([self._alphabet[c] for c in token])
+        except KeyError:  # an added token with characters outside the alphabet stands for itself
+            value = token.encode()
+        self[token_id] = value
+        return value
+
+
+class Tokenizer:
+    """Encodes and decodes with the rules of one checkpoint.
+
+    Args:
+        backend: the library.
+        config: contents of `tokenizer_config.json`.
+        byte_level: whether every token is a byte string.
+        chat_template: the checkpoint's own template, or several by name.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: dict[str, Any] | None = None,
+        *,
+        byte_level: bool = False,
+        chat_template: str | dict[str, str] | None = None,
+    ) -> None:
+        config = config or {}
+        self._backend = backend
+        self._max_token_chars: int | None = None
+        self._table = ByteTable(backend) if byte_level else None
+        self.chat_template = chat_template
+        self.special_tokens = {
+            name: content
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (content := _content(config.get(name))) is not None
+        }
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.bos_id = backend.id(self.bos_token) if self.bos_token else None
+        self.eos_id = backend.id(self.eos_token) if self.eos_token else None
+        self.special_ids = backend.special_ids
+        # as transformers: these two, when the file names either, override the post-processor of tokenizer.json
+        explicit = isinstance(backend, FastBackend) and ("add_bos_token" in config or "add_eos_token" in config)
+        self._add_bos = bool(config.get("add_bos_token")) if explicit else None
+        self._add_eos = bool(config.get("add_eos_token")) if explicit else None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.vocab_size
+
+    @property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token: a text has at least `len(text) / max_token_chars` tokens."""
+        if self._max_token_chars is None:
+            self._max_token_chars = self._backend.max_token_chars()
+        return self._max_token_chars
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. A text that already begins with BOS (a rendered chat) never gets a second one."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        by_rule = self._add_bos is not None
+        batch = self._backend.encode(texts, add_special_tokens=add_special_tokens and not by_rule)
+        if add_special_tokens:
+            for ids in batch:
+                if self._add_bos and self.bos_id is not None:
+                    ids.insert(0, self.bos_id)
+                if self._add_eos and self.eos_id is not None:
+                    ids.append(self.eos_id)
+                if len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+                    del ids[0]
+        return batch
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, keep: Set[int] = _NOTHING) -> str:
+        """Text of a whole sequence; special tokens in `keep` stay even when the others are skipped."""
+        detokenizer = self.detokenizer(skip_special_tokens, keep)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, keep: Set[int] = _NOTHING, prompt_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A fresh incremental decoder for an answer to `prompt_ids`."""
+        skip = (self.special_ids - keep if keep else self.special_ids) if skip_special_tokens else _NOTHING
+        if self._table is not None:
+            return ByteDetokenizer(self._table, skip)
+        return WindowDetokenizer(self._backend.decode, skip, prompt_ids[-PROMPT_TAIL_TOKENS:])
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token spelled exactly so, or None."""
+        return self._backend.id(token)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself; bytes that are no whole character show as U+FFFD."""
+        if self._table is not None:
+            return self._table[token_id].decode("utf-8", "replace")
+        return self._backend.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of one token, exact for byte-level vocabularies."""
+        return self._table[token_id] if self._table is not None else self.token_text(token_id).encode()
+
+
+def load_tokenizer(
+    path: str | Path, *, mode: str = "auto", trust_remote_code: bool = False, revision: str | None = None
+) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint folder (or hub name).
+
+    Raises:
+        ConfigError: naming the file at fault.
+    """
+    folder = Path(path)
+    file = folder if folder.is_file() else folder / "tokenizer.json"
+    if mode not in ("auto", "slow"):
+        raise ConfigError(f"--tokenizer-mode {mode}: choose auto or slow")
+    if mode == "slow" or not file.is_file():
+        slow = TransformersBackend(
+            str(path), use_fast=mode != "slow", trust_remote_code=trust_remote_code, revision=revision
+        )
+        names = {n: getattr(slow.hf, n) for n in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return Tokenizer(slow, names, chat_template=getattr(slow.hf, "chat_template", None))
+    folder = file.parent
+    config = _read_json(folder / "tokenizer_config.json")
+    for name, value in _read_json(folder / "special_tokens_map.json").items():
+        config.setdefault(name, value)
+    return Tokenizer(
+        FastBackend(file), config, byte_level=_is_byte_level(file), chat_template=_own_template(folder, config)
+    )
+
+
+def _own_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if template is None:
+        template = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in template}
+    return template
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{path}: not a JSON object: {exc}") from exc
+
+
+class _DecoderOnly(msgspec.Struct):
+    """The one field of tokenizer.json that tells how tokens become text; the rest is skipped unparsed."""
+
+    decoder: dict[str, Any] | None = None
+
+
+def _is_byte_level(path: Path) -> bool:
+    try:
+        decoder = msgspec.json.decode(path.read_bytes(), type=_DecoderOnly).decoder
+    except msgspec.DecodeError:
+        return False
+    while decoder and decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
+        decoder = decoder["decoders"][0]
+    return bool(decoder) and decoder.get("type") == "ByteLevel"  # type: ignore[union-attr]
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for every byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -1,0 +1,137 @@
+"""Reads DeepSeek's tool calls out of an answer, in whole texts and in streams alike (`--tool-call-parser`).
+
+Wire formats (the bar is U+FF5C, the blank U+2581):
+
+- deepseekv3: ``<CALLS><CALL>function<SEP>NAME\\n```json\\n{args}\\n```<END>`` ``</CALLS>``; newline between calls
+- deepseekv31: ``<CALLS><CALL>NAME<SEP>{args}<END>...</CALLS>``
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from moe_engine.errors import ConfigError
+from moe_engine.tokenizer.stop import overlap
+
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL_BEGIN = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """Where a call's name and arguments stand between its markers."""
+
+    before_name: str
+    after_name: str
+    after_arguments: str
+
+
+TOOL_FORMATS = {
+    "deepseekv3": ToolFormat(f"function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}"),
+    "deepseekv31": ToolFormat("", SEPARATOR, CALL_END),
+}
+
+
+@dataclass(frozen=True)
+class ToolDelta:
+    """A piece of one call. The first piece of a call has `id` and `name`; later ones only more of `arguments`."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+class ToolCallParser:
+    """A small machine over the markers: text, between calls, name, arguments.
+
+    Calls of functions that were not offered are dropped, as SGLang does; so is everything after the calls.
+
+    Args:
+        form: a key of `TOOL_FORMATS`.
+        names: the functions offered; None accepts any.
+        parallel: False keeps the first call only.
+    """
+
+    def __init__(self, form: str, names: Collection[str] | None = None, *, parallel: bool = True) -> None:
+        if form not in TOOL_FORMATS:
+            raise ConfigError(f"--tool-call-parser {form}: not available yet; choose {' or '.join(TOOL_FORMATS)}")
+        self._format = TOOL_FORMATS[form]
+        self._names = names
+        self._parallel = parallel
+        self._held = ""
+        self._state = "text"
+        self._current: int | None = None
+        self.num_calls = 0
+
+    def push(self, text: str) -> tuple[str, list[ToolDelta]]:
+        """Takes the next piece; returns plain text and what is new of the calls."""
+        self._held += text
+        shown: list[str] = []
+        deltas: list[ToolDelta] = []
+        while self._step(shown, deltas):
+            pass
+        return "".join(shown), deltas
+
+    def finish(self) -> tuple[str, list[ToolDelta]]:
+        """What was held back, once no more text can come. A call cut short keeps the arguments it has."""
+        held, self._held = self._held, ""
+        if self._state == "text":
+            return held, []
+        if self._state == "arguments" and held and self._current is not None:
+            return "", [ToolDelta(self._current, arguments=held)]
+        return "", []
+
+    def _step(self, shown: list[str], deltas: list[ToolDelta]) -> bool:
+        """One transition; False when more text is needed."""
+        if self._state == "text":
+            found = self._take_until(CALLS_BEGIN, shown)
+            self._state = "between" if found else "text"
+            return found
+        if self._state == "between":
+            if (at := self._held.find(CALL_BEGIN)) >= 0:
+                self._held, self._state = self._held[at + len(CALL_BEGIN) :], "name"
+                return True
+            if CALLS_END in self._held:
+                self._held, self._state = "", "done"
+            return False
+        if self._state == "name":
+            if (at := self._held.find(self._format.after_name)) < 0:
+                return False
+            name = self._held[:at].removeprefix(self._format.before_name).strip()
+            self._held, self._state = self._held[at + len(self._format.after_name) :], "arguments"
+            self._open(name, deltas)
+            return True
+        if self._state == "arguments":
+            pieces: list[str] = []
+            found = self._take_until(self._format.after_arguments, pieces)
+            if self._current is not None and pieces and pieces[0]:
+                deltas.append(ToolDelta(self._current, arguments=pieces[0]))
+            self._state = "between" if found else "arguments"
+            return found
+        self._held = ""
+        return False
+
+    def _open(self, name: str, deltas: list[ToolDelta]) -> None:
+        wanted = (self._names is None or name in self._names) and (self._parallel or self.num_calls == 0)
+        self._current = self.num_calls if wanted else None
+        if wanted:
+            deltas.append(ToolDelta(self.num_calls, id=f"call_{uuid.uuid4().hex[:24]}", name=name))
+            self.num_calls += 1
+
+    def _take_until(self, marker: str, out: list[str]) -> bool:
+        at = self._held.find(marker)
+        if at >= 0:
+            out.append(self._held[:at])
+            self._held = self._held[at + len(marker) :]
+            return True
+        keep = overlap(self._held, marker)
+        out.append(self._held[: len(self._held) - keep])
+        self._held = self._held[len(self._held) - keep :]
+        return False

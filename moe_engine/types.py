@@ -1,0 +1,249 @@
+"""The values that pass between server, scheduler and worker. Standard library only.
+
+Ownership: the scheduler owns every `Request`; it makes a `StepPlan` a step; the worker answers with a `StepResult`.
+Plans and results are values: nobody changes one after it was handed over.
+
+Legend: R requests in a step, T tokens in a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_engine.errors import InputError
+
+GREEDY_TEMPERATURE = 1e-6
+"""Below this temperature a request is decoded greedily."""
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 1024
+MAX_N = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn and when a request ends. Names, defaults and ranges are SGLang's.
+
+    `max_new_tokens` None means up to the context length. `top_k` -1 means the whole vocabulary. `sampling_seed` fixes
+    the draws of this request whatever runs beside it.
+    """
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    sampling_seed: int | None = None
+    stream_interval: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, prefix: str = "sampling_params") -> SamplingParams:
+        """Builds and checks the parameters from a client's JSON object.
+
+        Raises:
+            InputError: naming `prefix`.field, for unknown fields, wrong types and values out of range.
+            Structured output (json_schema, regex, ebnf, structural_tag), which a later part brings, is refused so too.
+        """
+        from moe_engine.sampling_checks import parse_sampling  # keeps this file free of parsing details
+
+        return parse_sampling(values, prefix)
+
+    def check_vocab(self, vocab_size: int, *, prefix: str = "sampling_params") -> None:
+        """Raises InputError when a token id named by the parameters is outside the vocabulary."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [t for t, _ in self.logit_bias])):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise InputError(
+                        f"{prefix}.{name}: token id {token} is outside the vocabulary [0, {vocab_size})",
+                        field=f"{prefix}.{name}",
+                    )
+
+
+class Status(enum.IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a request ended, as SGLang words it: type ``stop``, ``length`` or ``abort``."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.type == "stop":
+            return {"type": "stop", "matched": self.matched}
+        if self.type == "length":
+            return {"type": "length", "length": self.length}
+        return {"type": "abort", "message": self.message, "status_code": self.status_code, "err_type": None}
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobSpec:
+    """Which log-probabilities a request wants.
+
+    `start` is the first prompt position whose token gets one (None: outputs only). `top` is how many best tokens are
+    reported at each position; `token_ids` are reported at each position whatever their rank.
+    """
+
+    start: int | None = None
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural log, of the softmax of the raw logits) of one token and of its rivals."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+    token_ids: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence being generated. Owned and changed by the scheduler alone.
+
+    `slots[i]` is the KV slot of token i for every i < `num_computed`; `num_computed` counts tokens whose KV is in the
+    pool or will be once the step in flight has run. `row` is its row in the worker's tables, -1 while it waits.
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int | None = None
+    arrival: float = 0.0
+    logprobs: LogprobSpec | None = None
+    extra_key: str | None = None
+    seed: int = 0
+    """Resolved seed of the draws (the client's, or one drawn by the engine)."""
+
+    # -- state of the scheduler
+    status: Status = Status.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    row: int = -1
+    slots: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_in_flight: int = 0
+    """Tokens that steps in flight will still append to `output_ids`."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when first scheduled."""
+    first_scheduled: float | None = None
+    retractions: int = 0
+    to_abort: FinishReason | None = None
+    finish_reason: FinishReason | None = None
+    tree_node: Any = None
+    """The radix node this request holds a lock on (scheduler.radix_cache.Node), or None."""
+    num_in_tree: int = 0
+    """Leading slots owned by the radix tree (shared); the rest are private to the request."""
+    seq: int = 0
+    """Order of arrival at the scheduler; kept over retractions."""
+    queued_at: float = 0.0
+    """When the scheduler took it, by the scheduler's clock; so `first_scheduled` and `first_token_at`."""
+    first_token_at: float | None = None
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end it: EOS and stop_token_ids, or none with ignore_eos."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known on the host: prompt and outputs."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request entering the worker (also after a retraction): all the worker needs of it, once."""
+
+    row: int
+    rid: str
+    token_ids: list[int]
+    """All tokens known on the host: the prompt, and earlier outputs after a retraction."""
+    num_prompt: int
+    slots: list[int]
+    """KV slots of the cached prefix, tokens [0, len(slots))."""
+    sampling: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int]
+    logprobs: LogprobSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowWrite:
+    """Re-points tokens [start, start + len(slots)) of a row at other slots that hold the same KV."""
+
+    row: int
+    start: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes; may be empty. Lists run over the R requests of the step, decodes first.
+
+    Request i computes tokens [starts[i], starts[i] + counts[i]) of row rows[i] and writes their KV to the next
+    counts[i] entries of `slots`. The first `num_decodes` requests take their first token from the device (the one last
+    sampled for the row); the others' tokens stand in `input_ids`, flat. If samples[i], the last token's logits yield a
+    new token. `finished_rows` may be forgotten by the worker, before `new_rows` are written.
+    """
+
+    number: int
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    num_decodes: int = 0
+    input_ids: list[int] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    row_writes: list[RowWrite] = field(default_factory=list)
+    finished_rows: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced: for each request of the plan that samples, in plan order, its accepted tokens.
+
+    `logprobs[i]` are those of tokens[i]; `prompt_logprobs[row]` those of prompt tokens computed in this step.
+    """
+
+    number: int
+    rows: list[int]
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprob]] | None = None
+

@@ -1,0 +1,254 @@
+"""From a plan to the tensors of a step: one host buffer is filled, copied once, and cut into views.
+
+Tokens stand in two groups, `attention.decode` before `attention.prefill`; inside each, requests keep the plan's order.
+What is reported back (logits rows, sampled rows) follows the plan's order, so nothing is restored afterwards.
+
+A pure decode of the same rows as the step before takes a short way that reuses everything but positions and slots.
+
+Legend: R requests, T tokens, S sampled rows, D decodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.types import StepPlan
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.mla_form import MLAFormPolicy
+from moe_engine.worker.rows import Rows
+from moe_engine.worker.sampler import SampledRows
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A step's tensors, before the attention backend has planned.
+
+    `logits_rows` index the step's tokens whose logits are sampled; `all_sampled` says they are simply all tokens.
+    `offsets[i]` is where the tokens of the plan's request i begin.
+    """
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64
+    logits_rows: Tensor  # [S] int64
+    all_sampled: bool
+    attention: AttentionBatch
+    sampled: SampledRows
+    offsets: np.ndarray  # [R] int64
+
+
+@dataclass(frozen=True)
+class _SameRows:
+    """What consecutive decodes of the same rows share."""
+
+    plan_rows: list[int]
+    rows: np.ndarray  # [D] int64
+    table_base: np.ndarray  # [D] int64: where the row begins in the flat slot table
+    rows_device: Tensor  # [D] int64
+    rows_int32: Tensor  # [D] int32
+    query_starts: Tensor  # [D+1] int32
+    query_lens: list[int]
+    token_indices: Tensor  # [D] int64: 0..D-1
+    offsets: np.ndarray  # [D] int64
+
+
+class BatchBuilder:
+    """Builds steps over one set of rows. Reads `Rows.last_token`, writes the step's slots into `Rows.slot_table`."""
+
+    def __init__(self, rows: Rows, page_size: int, form: MLAFormPolicy, stream: DeviceStream) -> None:
+        self._rows = rows
+        self._page_size = page_size
+        self._form = form
+        self._stream = stream
+        self._same: _SameRows | None = None
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """The plan's `new_rows` and `row_writes` have been applied before."""
+        if not _is_pure_decode(plan):
+            self._same = None
+            return self._general(plan)
+        if self._same is None or self._same.plan_rows != plan.rows:
+            self._same = self._enter_decode(plan.rows)
+        return self._decode(plan, self._same)
+
+    # -- decodes of the same rows
+
+    def _enter_decode(self, plan_rows: list[int]) -> _SameRows:
+        count = len(plan_rows)
+        rows = np.array(plan_rows, dtype=np.int64)
+        offsets = np.arange(count, dtype=np.int64)
+        staging = self._stream.staging(2 * count + (2 * count + 2) // 2)
+        host, host32 = staging.numpy(), staging[2 * count :].view(torch.int32).numpy()
+        host[:count], host[count : 2 * count] = rows, offsets
+        host32[:count] = rows
+        host32[count : 2 * count + 1] = np.arange(count + 1)
+        device = self._stream.upload(staging)
+        ints = device[2 * count :].view(torch.int32)
+        return _SameRows(
+            plan_rows=list(plan_rows),
+            rows=rows,
+            table_base=rows * self._rows.width,
+            rows_device=device[:count],
+            rows_int32=ints[:count],
+            query_starts=ints[count : 2 * count + 1],
+            query_lens=[1] * count,
+            token_indices=device[count : 2 * count],
+            offsets=offsets,
+        )
+
+    def _decode(self, plan: StepPlan, same: _SameRows) -> StepBatch:
+        count = len(plan.rows)
+        staging = self._stream.staging(4 * count)
+        host = staging.numpy()
+        host32 = host[3 * count :].view(np.int32)
+        starts = host[:count]
+        starts[:] = plan.starts
+        host[count : 2 * count] = plan.slots
+        np.add(same.table_base, starts, out=host[2 * count : 3 * count])
+        lengths = starts + 1
+        host32[:count] = lengths
+        host32[count:] = host[count : 2 * count]
+        self._check_lengths(plan, lengths)
+        positions, slots, flat, ints = self._stream.upload(staging).split(count)
+        context_lens, slots32 = ints.view(torch.int32).split(count)
+        self._rows.write_slots(flat, slots32)
+        queries = PagedQueries(
+            query_lens=same.query_lens,
+            context_lens=lengths.tolist(),
+            rows=same.rows_int32,
+            query_starts=same.query_starts,
+            context_lens_device=context_lens,
+            slot_table=self._rows.slot_table,
+            page_size=self._page_size,
+        )
+        return StepBatch(
+            input_ids=self._rows.last_token.index_select(0, same.rows_device),
+            positions=positions,
+            slots=slots,
+            logits_rows=same.token_indices,
+            all_sampled=True,
+            attention=AttentionBatch(queries, None),
+            sampled=SampledRows(same.rows, lengths, same.rows_device),
+            offsets=same.offsets,
+        )
+
+    # -- any plan
+
+    def _general(self, plan: StepPlan) -> StepBatch:
+        num_decodes, num_tokens = plan.num_decodes, len(plan.slots)
+        rows, starts, counts = (np.array(v, dtype=np.int64) for v in (plan.rows, plan.starts, plan.counts))
+        self._check(plan, counts)
+        order, num_absorbed = self._order(plan)
+        ends = np.cumsum(counts[order])  # in the step
+        begins = ends - counts[order]
+        offsets = np.empty_like(begins)
+        offsets[order] = begins
+        owner = np.repeat(order, counts[order])  # [T]: the plan's index of each token's request
+        within = np.arange(num_tokens) - offsets[owner]
+        plan_begins = np.cumsum(counts) - counts
+        plan_token = plan_begins[owner] + within  # [T]: each token's place in the plan
+        positions = starts[owner] + within
+        chosen = np.nonzero(np.array(plan.samples, dtype=bool))[0]
+        lengths = starts + counts
+        self._check_lengths(plan, lengths)
+
+        num_requests, num_sampled = len(rows), len(chosen)
+        slots = np.array(plan.slots, dtype=np.int64)[plan_token]
+        fields = [
+            np.zeros(num_tokens, dtype=np.int64),
+            positions,
+            slots,
+            rows[owner] * self._rows.width + positions,
+            offsets[chosen] + counts[chosen] - 1,
+            rows[chosen],
+            rows[:num_decodes],
+        ]
+        host_ids = np.array(plan.input_ids, dtype=np.int64)
+        fields[0][num_decodes:] = host_ids[plan_token[num_decodes:] - num_decodes]
+        split = int(ends[num_absorbed - 1]) if num_absorbed else 0
+        starts32 = np.concatenate(([0], ends[:num_absorbed], [0], ends[num_absorbed:] - split))
+        ints = [slots, rows[order], lengths[order], starts32]
+        pieces, pieces32 = self._upload(fields, ints)
+        input_ids, positions_device, slots_device, flat, logits_rows, rows_device, decode_rows = pieces
+        slots32, rows32, lengths32, query_starts = pieces32
+        if num_decodes:
+            input_ids[:num_decodes] = self._rows.last_token.index_select(0, decode_rows)
+        self._rows.write_slots(flat, slots32)
+
+        query_lens, context_lens = counts[order].tolist(), lengths[order].tolist()
+
+        def group(begin: int, end: int, shift: int) -> PagedQueries | None:
+            if begin == end:
+                return None
+            return PagedQueries(
+                query_lens=query_lens[begin:end],
+                context_lens=context_lens[begin:end],
+                rows=rows32[begin:end],
+                query_starts=query_starts[begin + shift : end + shift + 1],
+                context_lens_device=lengths32[begin:end],
+                slot_table=self._rows.slot_table,
+                page_size=self._page_size,
+            )
+
+        return StepBatch(
+            input_ids=input_ids,
+            positions=positions_device,
+            slots=slots_device,
+            logits_rows=logits_rows,
+            all_sampled=False,
+            attention=AttentionBatch(group(0, num_absorbed, 0), group(num_absorbed, num_requests, 1)),
+            sampled=SampledRows(rows[chosen], lengths[chosen], rows_device[:num_sampled]),
+            offsets=offsets,
+        )
+
+    def _order(self, plan: StepPlan) -> tuple[np.ndarray, int]:
+        """The plan's requests in the order of the step's tokens, and how many of them form the decode group."""
+        num_requests = len(plan.rows)
+        absorbed = [self._form.absorbed(plan.starts[i], plan.counts[i]) for i in range(plan.num_decodes, num_requests)]
+        chunks = range(plan.num_decodes, num_requests)
+        few = [i for i, is_absorbed in zip(chunks, absorbed) if is_absorbed]
+        many = [i for i, is_absorbed in zip(chunks, absorbed) if not is_absorbed]
+        order = np.array([*range(plan.num_decodes), *few, *many], dtype=np.int64)
+        return order, plan.num_decodes + len(few)
+
+    def _upload(self, fields: list[np.ndarray], ints: list[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies int64 fields and fields that become int32 to the device in one piece; returns them there."""
+        sizes, sizes32 = [len(f) for f in fields], [len(f) for f in ints]
+        total, total32 = sum(sizes), sum(sizes32)
+        staging = self._stream.staging(total + (total32 + 1) // 2)
+        host = staging.numpy()
+        np.concatenate(fields, out=host[:total])
+        np.concatenate(ints, out=host[total:].view(np.int32)[:total32], casting="same_kind")
+        device = self._stream.upload(staging)
+        device32 = device[total:].view(torch.int32)[:total32]
+        return list(device[:total].split(sizes)), list(device32.split(sizes32))
+
+    # -- checks
+
+    def _check(self, plan: StepPlan, counts: np.ndarray) -> None:
+        """A plan that contradicts itself would write into another request's cache."""
+        decodes = plan.num_decodes
+        lists = {len(plan.rows), len(plan.starts), len(plan.counts), len(plan.samples)}
+        if len(lists) > 1 or int(counts.sum()) != len(plan.slots):
+            raise ValueError(f"plan {plan.number}: lists of lengths {sorted(lists)}, {len(plan.slots)} slots")
+        if (counts <= 0).any() or (counts[:decodes] != 1).any():
+            raise ValueError(f"plan {plan.number}: a count is not positive, or a decode's is not 1")
+        if len(plan.input_ids) != len(plan.slots) - decodes:
+            raise ValueError(f"plan {plan.number}: {len(plan.input_ids)} input ids, {len(plan.slots)} slots")
+
+    def _check_lengths(self, plan: StepPlan, lengths: np.ndarray) -> None:
+        if len(lengths) and int(lengths.max()) > self._rows.width:
+            row = plan.rows[int(lengths.argmax())]
+            raise ValueError(f"plan {plan.number}: row {row} grows to {lengths.max()} > {self._rows.width} tokens")
+
+
+def _is_pure_decode(plan: StepPlan) -> bool:
+    """One token for each request, all from the device, all sampled. A malformed plan goes the checked, general way."""
+    count = plan.num_decodes
+    lists = (plan.rows, plan.starts, plan.counts, plan.samples, plan.slots)
+    return all(len(values) == count for values in lists) and all(plan.samples)

@@ -1,0 +1,55 @@
+"""Builds the kernels of a rank: the rows `kernels.backends.choose` takes, with a way back when a library fails to load.
+
+A row may look able (a compiler is there) and still fail when built (the compiler is broken, a library does not load).
+Under ``auto`` the torch row then takes its place and the reason is reported; a row the user named is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.backends import Backends, choose
+from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.registry import Choice
+
+logger = logging.getLogger(__name__)
+
+FALLBACK = "torch"
+
+
+def build_backends(device: Device, need: Need, asked: Mapping[str, str] | None = None) -> Backends:
+    """Chooses and builds ops, linear, experts and attention.
+
+    Raises:
+        ConfigError: a backend that was asked for is unknown, cannot run here or fails to load.
+    """
+    asked = dict(asked or {})
+    try:
+        choices = choose(device, need, asked)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    built = [_build(choice, device, need, asked) for choice in choices]
+    ops, linear, experts, attention = (kernel for kernel, _ in built)
+    return Backends(ops, linear, experts, attention, tuple(choice for _, choice in built))
+
+
+def _build(choice: Choice, device: Device, need: Need, asked: dict[str, str]) -> tuple[Any, Choice]:
+    """The kernel, and the choice with its reason: the one made, or the fallback."""
+    try:
+        return choice.build(), choice
+    except Exception as error:
+        reason = f"failed to load: {type(error).__name__}: {error}"
+        if asked.get(choice.family, "auto") != "auto":
+            raise ConfigError(f"{choice.family} backend {choice.row.name!r} {reason}") from error
+        if choice.row.name == FALLBACK:
+            raise
+        logger.warning("%s backend %s %s; using %s", choice.family, choice.row.name, reason, FALLBACK)
+    by_family = {c.family: c for c in choose(device, need, {**asked, choice.family: FALLBACK})}
+    fallback = by_family[choice.family]
+    refused = {**fallback.refused, choice.row.name: reason}
+    fallback = dataclasses.replace(fallback, reason=f"{choice.row.name} failed to load", refused=refused)
+    return fallback.build(), fallback

@@ -1,0 +1,77 @@
+"""The KV cache: tensors of one rank, addressed by slot. Which slot is whose is the scheduler's business.
+
+Page 0 is a dummy: padded tokens and warm-up write there, no request owns it, and it never holds NaN. All memory starts
+as zeros, so that a kernel reading a tile past a context's end meets finite numbers.
+
+Legend: C kv_lora_rank, P rotary width, G KV heads, Dh head width, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_engine.worker.device_stream import DeviceStream
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What one token leaves in the cache of every layer: `parts` are the trailing shapes of the layer's tensors."""
+
+    kind: str
+    num_layers: int
+    parts: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
+        """One latent of C+P numbers."""
+        return cls("mla", num_layers, ((kv_lora_rank + rotary_width,),), dtype)
+
+    @classmethod
+    def gqa(cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
+        """A key and a value of [G, Dh]."""
+        return cls("gqa", num_layers, ((num_kv_heads, head_dim), (num_kv_heads, head_dim)), dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        numbers = 0
+        for part in self.parts:
+            size = 1
+            for dim in part:
+                size *= dim
+            numbers += size
+        return numbers * self.num_layers * self.dtype.itemsize
+
+
+class KVPool:
+    """`layers[i]` is what `ForwardBatch.kv[i]` promises: [slots, C+P] for MLA, a pair of [slots, G, Dh] for GQA.
+
+    Args:
+        num_slots: tokens that requests can hold; the tensors have one page more, the dummy page 0.
+    """
+
+    def __init__(self, spec: KVSpec, num_slots: int, page_size: int, stream: DeviceStream) -> None:
+        if num_slots <= 0 or page_size <= 0 or num_slots % page_size:
+            raise ValueError(f"num_slots {num_slots} must be a positive multiple of the page size {page_size}")
+        self.spec = spec
+        self.num_slots = num_slots
+        self.page_size = page_size
+        rows = num_slots + page_size
+        self._tensors = [
+            [stream.lazy_zeros((rows, *part), spec.dtype) for part in spec.parts] for _ in range(spec.num_layers)
+        ]
+        self.layers: Sequence[Any] = tuple(parts[0] if spec.kind == "mla" else tuple(parts) for parts in self._tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Address space; on the CPU memory is taken page by page as slots are first written."""
+        return (self.num_slots + self.page_size) * self.spec.bytes_per_token
+
+    def clear_dummy_page(self) -> None:
+        for parts in self._tensors:
+            for tensor in parts:
+                tensor[: self.page_size].zero_()

@@ -1,0 +1,124 @@
+"""Log-probabilities of sampled tokens and of prompt tokens: natural log of the softmax of the raw logits.
+
+Raw means before temperature, penalties, logit_bias and min_new_tokens, so that they describe the model and do not
+change with how a request is sampled.
+
+Legend: S rows, V vocabulary, K rivals looked at, J token ids asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_engine.types import LogprobSpec, TokenLogprob
+from moe_engine.worker.device_stream import DeviceStream, HostCopy
+from moe_engine.worker.rows import PromptLogprobs
+
+MAX_LOGITS_BYTES = 64 << 20
+"""Prompt logits are made a piece at a time, each piece not larger than this."""
+
+_MIN_TOP = 32
+
+
+@dataclass(frozen=True)
+class LogprobTensors:
+    """On the device: log-probabilities of S tokens and their rivals. `top` has one width whoever shares the step."""
+
+    tokens: Tensor  # [S] int64
+    chosen: Tensor  # [S] float32
+    top: Tensor  # [S, K] float32
+    top_ids: Tensor  # [S, K] int64
+    asked: Tensor  # [S, J] float32
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, specs: Sequence[LogprobSpec], stream: DeviceStream
+) -> LogprobTensors:
+    """logits [S, V] float32, the token [S] of each row (invalid ones count as 0), what each row wants."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, tokens.clamp_min(0)[:, None])[:, 0]
+    most = max(spec.top for spec in specs)
+    width = min(max(most, _MIN_TOP), logits.shape[-1]) if most else 0
+    top, top_ids = logprobs.topk(width)
+    longest = max(len(spec.token_ids) for spec in specs)
+    ids = [list(spec.token_ids) + [0] * (longest - len(spec.token_ids)) for spec in specs]
+    columns = torch.tensor(ids, dtype=torch.int64, device=stream.device).view(len(specs), longest)
+    return LogprobTensors(tokens, chosen, top, top_ids, logprobs.gather(1, columns))
+
+
+@dataclass(frozen=True)
+class PendingLogprobs:
+    """Log-probabilities on their way to the host; `specs` says which part of each row was asked for."""
+
+    specs: Sequence[LogprobSpec]
+    copy: HostCopy
+
+    @classmethod
+    def start(cls, tensors: LogprobTensors, specs: Sequence[LogprobSpec], stream: DeviceStream) -> PendingLogprobs:
+        values = (tensors.tokens, tensors.chosen, tensors.top, tensors.top_ids, tensors.asked)
+        return cls(specs, stream.download(values))
+
+    def take(self) -> list[TokenLogprob]:
+        tokens, chosen, top, top_ids, asked = (tensor.tolist() for tensor in self.copy.wait())
+        return [
+            TokenLogprob(
+                token_id=tokens[i],
+                logprob=chosen[i],
+                top=tuple(zip(top_ids[i][: spec.top], top[i][: spec.top])),
+                token_ids=tuple(zip(spec.token_ids, asked[i])),
+            )
+            for i, spec in enumerate(self.specs)
+        ]
+
+
+@dataclass
+class PendingPrompt:
+    """The part of a prompt's log-probabilities that one step brings: entries without a value, then `pieces`."""
+
+    row: int
+    unknown: list[int]
+    """Prompt tokens whose logits were not computed: the first of a prompt, or one at the end of a cached prefix."""
+    pieces: list[PendingLogprobs] = field(default_factory=list)
+
+    def take(self) -> list[TokenLogprob]:
+        entries = [TokenLogprob(token, None) for token in self.unknown]
+        return entries + [entry for piece in self.pieces for entry in piece.take()]
+
+
+def prompt_logprobs(
+    row: int,
+    wanted: PromptLogprobs,
+    start: int,
+    hidden: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    stream: DeviceStream,
+) -> PendingPrompt | None:
+    """Log-probabilities that the computed positions [start, start + len(hidden)) give: of the tokens one further.
+
+    Args:
+        hidden: [n, D] of this request's tokens in the step.
+        logits_of: hidden [m, D] -> [m, V] float32.
+    """
+    spec = wanted.spec
+    assert spec.start is not None
+    unknown: list[int] = []
+    if start == wanted.num_cached and spec.start <= start:
+        unknown = wanted.prompt[spec.start : start + 1]
+    first = max(start, spec.start - 1)
+    end = min(start + hidden.shape[0], len(wanted.prompt) - 1)
+    if first >= end:
+        return PendingPrompt(row, unknown) if unknown else None
+    pending = PendingPrompt(row, unknown)
+    step = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
+    for begin in range(first, end, step):
+        stop = min(begin + step, end)
+        specs = [spec] * (stop - begin)
+        tokens = stream.from_list(wanted.prompt[begin + 1 : stop + 1], torch.int64)
+        logits = logits_of(hidden[begin - start : stop - start])
+        pending.pieces.append(PendingLogprobs.start(token_logprobs(logits, tokens, specs, stream), specs, stream))
+    return pending

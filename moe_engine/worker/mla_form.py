@@ -1,0 +1,39 @@
+"""Which form of multi-head latent attention a chunk of query tokens takes.
+
+Legend: q query tokens, s tokens before them, C kv_lora_rank, P rotary width, N qk_nope, V v_head. Costs in
+multiply-adds a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MLAFormPolicy:
+    """Absorbed (queries against the latent) or expanded (keys and values rebuilt from it), by cost.
+
+    Absorbed: q * C(N+V) to absorb, 2C + P a query and context token. Expanded: (s + q) * C(N+V) to rebuild keys and
+    values, N + P + V a query and context token. With on average s + q/2 tokens seen by a query, absorbed is cheaper
+    when q * (s + q/2) < break_even * s, where break_even = C(N+V) / ((2C+P) - (N+P+V)): 171 query tokens against a long
+    context with DeepSeek's widths.
+
+    The answer depends on the request's own numbers only. With `deterministic`, everything is absorbed, so that a token
+    is computed the same way whether it came in a chunk or alone.
+    """
+
+    break_even: float = 170.0
+    deterministic: bool = False
+
+    @classmethod
+    def from_widths(
+        cls, kv_lora_rank: int, rotary: int, qk_nope: int, v_head: int, *, deterministic: bool = False
+    ) -> MLAFormPolicy:
+        saved = (2 * kv_lora_rank + rotary) - (qk_nope + rotary + v_head)
+        if saved <= 0:  # the latent is no wider than the heads: absorbed is never dearer
+            return cls(float("inf"), deterministic)
+        return cls(kv_lora_rank * (qk_nope + v_head) / saved, deterministic)
+
+    def absorbed(self, start: int, count: int) -> bool:
+        """Whether `count` query tokens that follow `start` tokens are computed in the absorbed form."""
+        return self.deterministic or count * (start + count / 2) < self.break_even * start

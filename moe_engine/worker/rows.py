@@ -1,0 +1,94 @@
+"""Stable rows: what the worker keeps of a request from step to step. A request keeps its row while it runs.
+
+Device: where each token's KV is (`slot_table`) and the token sampled last (`last_token`). Host: how to sample
+(`sampling`), what to do to the logits first (`edits`), which log-probabilities to report (`logprobs`). Everything but
+the two tables changes only when rows do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.types import LogprobSpec, NewRow, RowWrite
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.logit_edits import LogitEdits
+from moe_engine.worker.sampling_state import SamplingState
+
+PAD_TOKENS = 8
+"""Positions a row may run past the context length: an overlapped decode whose result is dropped, drafts."""
+
+
+@dataclass
+class PromptLogprobs:
+    """Progress of a request that wants log-probabilities of its prompt."""
+
+    prompt: list[int]
+    spec: LogprobSpec
+    num_cached: int
+
+
+class Rows:
+    """State of `max_rows` rows. `apply` enters and forgets requests; the step's own slots come by `write_slots`."""
+
+    def __init__(self, max_rows: int, context_len: int, vocab_size: int, stream: DeviceStream) -> None:
+        self.max_rows = max_rows
+        self.context_len = context_len
+        self.vocab_size = vocab_size
+        self._stream = stream
+        width = -(-(context_len + PAD_TOKENS) // 16) * 16
+        self.slot_table: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
+        self.last_token: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)
+        self._flat_table = self.slot_table.view(-1)
+        self.sampling = SamplingState(max_rows, vocab_size)
+        self.edits = LogitEdits(max_rows, vocab_size, stream)
+        self.logprobs: dict[int, LogprobSpec] = {}
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+
+    @property
+    def width(self) -> int:
+        """Entries of a row of the slot table."""
+        return self.slot_table.shape[1]
+
+    def apply(self, finished: Sequence[int], new_rows: Sequence[NewRow], writes: Sequence[RowWrite]) -> None:
+        """Forgets finished rows, enters new ones, then re-points slots: the order of `StepPlan`."""
+        for row in finished:
+            self._forget(row)
+        for new in new_rows:
+            self._enter(new)
+        for write in writes:
+            self._point(write.row, write.start, write.slots)
+
+    def write_slots(self, flat: Tensor, slots: Tensor) -> None:
+        """slot_table.flat[flat[t]] = slots[t]; flat [T] int64, slots [T] int32."""
+        self._flat_table.index_copy_(0, flat, slots)
+
+    def _enter(self, new: NewRow) -> None:
+        if not 0 <= new.row < self.max_rows:
+            raise ValueError(f"request {new.rid}: row {new.row} is outside the worker's {self.max_rows} rows")
+        self._forget(new.row)
+        self._point(new.row, 0, new.slots)
+        self.sampling.enter(new)
+        self.edits.enter(new)
+        if new.logprobs is not None:
+            self.logprobs[new.row] = new.logprobs
+            if new.logprobs.start is not None:
+                prompt = new.token_ids[: new.num_prompt]
+                self.prompt_logprobs[new.row] = PromptLogprobs(prompt, new.logprobs, len(new.slots))
+
+    def _forget(self, row: int) -> None:
+        self.edits.forget(row)
+        self.logprobs.pop(row, None)
+        self.prompt_logprobs.pop(row, None)
+
+    def _point(self, row: int, start: int, slots: list[int]) -> None:
+        if not slots:
+            return
+        if start + len(slots) > self.width:
+            raise ValueError(f"row {row}: tokens up to {start + len(slots)} pass the row's width {self.width}")
+        values = torch.from_numpy(np.array(slots, dtype=np.int32))
+        self.slot_table[row, start : start + len(slots)].copy_(values)

@@ -1,0 +1,58 @@
+"""A model that takes no time, to measure the Python of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_pool import KVPool, KVSpec
+from moe_engine.worker.rows import Rows
+from moe_engine.worker.runner import ModelRunner
+
+
+class StubModel:
+    """Logits that favour `token`, whatever the input. Not for requests that edit their logits: they are shared."""
+
+    def __init__(self, vocab_size: int, max_rows: int, max_tokens: int, token: int = 1) -> None:
+        self._hidden = torch.zeros(max_tokens, 1)
+        self._logits = torch.zeros(max_rows, vocab_size)
+        self._logits[:, token] = 1.0
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        return self._hidden[: batch.num_tokens]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits[: hidden.shape[0]]
+
+
+class StubAttention:
+    """Plans nothing."""
+
+    name = "stub"
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        return None
+
+    def paged(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError("the stub model has no attention")
+
+
+def stub_runner(
+    *,
+    max_rows: int = 256,
+    context_len: int = 4096,
+    vocab_size: int = 1024,
+    num_slots: int = 1 << 20,
+    page_size: int = 1,
+) -> ModelRunner:
+    """A runner whose model takes no time; its KV pool is one number wide."""
+    stream = DeviceStream("cpu")
+    pool = KVPool(KVSpec.mla(1, 1, 0, torch.float32), num_slots, page_size, stream)
+    rows = Rows(max_rows, context_len, vocab_size, stream)
+    model = StubModel(vocab_size, max_rows, max(max_rows, context_len))
+    return ModelRunner(model, pool, rows, StubAttention(), stream)

@@ -1,0 +1,56 @@
+"""Steps run before READY, so that nothing is compiled, loaded or started by the first request."""
+
+from __future__ import annotations
+
+from moe_engine.types import NewRow, SamplingParams, StepPlan
+from moe_engine.worker.runner import ModelRunner
+
+_ROW = 0
+_SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+def warm_up(runner: ModelRunner, *, num_tokens: int = 32) -> None:
+    """Runs a prompt, a chunk behind it and a decode, greedily and sampled, all in the dummy page; leaves no trace."""
+    count = min(num_tokens, runner.rows.context_len - 3)
+    for sampling in (_GREEDY, _SAMPLED):
+        if count > 0:
+            runner.execute(_plan(0, count, new=_request(count, sampling)))
+            runner.execute(_plan(count, 2))
+        else:
+            runner.execute(_plan(0, 1, new=_request(1, sampling)))
+        position = max(count, 0) + 2 if count > 0 else 1
+        decode = StepPlan(
+            number=-1, rows=[_ROW], starts=[position], counts=[1], samples=[True], slots=[0], num_decodes=1
+        )
+        runner.execute(decode)
+    runner.execute(StepPlan(number=-1, finished_rows=[_ROW]))
+    runner.rows.last_token.zero_()
+    runner.kv_pool.clear_dummy_page()
+    runner.stream.synchronize()
+
+
+def _request(num_prompt: int, sampling: SamplingParams) -> NewRow:
+    return NewRow(
+        row=_ROW,
+        rid="warm-up",
+        token_ids=[0] * num_prompt,
+        num_prompt=num_prompt,
+        slots=[],
+        sampling=sampling,
+        seed=0,
+        eos_token_ids=frozenset(),
+    )
+
+
+def _plan(start: int, count: int, new: NewRow | None = None) -> StepPlan:
+    return StepPlan(
+        number=-1,
+        rows=[_ROW],
+        starts=[start],
+        counts=[count],
+        samples=[True],
+        slots=[0] * count,
+        input_ids=[0] * count,
+        new_rows=[new] if new is not None else [],
+    )

@@ -1,0 +1,234 @@
+"""The worker of one rank: a thread that owns torch and runs one step after another.
+
+`execute` returns at once with a future, so that the scheduler plans step N+1 while step N runs: on the CPU torch's
+operators release the interpreter lock, on an accelerator the thread only launches, and a second thread waits for the
+sampled tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import psutil
+import torch
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.device import Need, probe
+from moe_engine.kernels.registry import Choice
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.parallel.context import SINGLE, ParallelContext
+from moe_engine.types import StepPlan, StepResult
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kernel_choice import build_backends
+from moe_engine.worker.kv_pool import KVPool, KVSpec
+from moe_engine.worker.mla_form import MLAFormPolicy
+from moe_engine.worker.rows import Rows
+from moe_engine.worker.runner import ModelRunner, PendingStep
+from moe_engine.worker.warmup import warm_up
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """All a worker is built from; every "auto" but the kernels' has been resolved.
+
+    Args:
+        dtype: name of the activation dtype; `kv_dtype` likewise, or ``auto`` for the same.
+        num_slots: tokens the KV pool holds, a multiple of `page_size`.
+        max_rows: requests that run at once.
+        backends: row by family (attention, experts, linear, ops); missing ones are ``auto``.
+        dummy_seed: of the random weights that load_format ``dummy`` draws.
+        num_threads: threads of torch's operators; None is one per physical core this process may use.
+        deterministic: a token is computed alike whether alone or in a chunk (see `MLAFormPolicy`).
+        absorbed_break_even: the policy's number where measured; None derives it from the model's widths.
+    """
+
+    model_path: str
+    model_config: ModelConfig
+    dtype: str
+    num_slots: int
+    context_len: int
+    max_rows: int
+    page_size: int = 1
+    device: str = "cpu"
+    kv_dtype: str = "auto"
+    backends: Mapping[str, str] = field(default_factory=dict)
+    load_format: str = "auto"
+    dummy_seed: int = 0
+    num_threads: int | None = None
+    deterministic: bool = False
+    absorbed_break_even: float | None = None
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Facts of a ready worker."""
+
+    choices: tuple[Choice, ...] = ()
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    num_threads: int = 0
+    load_seconds: float = 0.0
+    warmup_seconds: float = 0.0
+
+
+class Worker:
+    """Runs plans in the order they are given. `execute` may be called from one other thread."""
+
+    def __init__(self, runner: ModelRunner, thread: ThreadPoolExecutor | None = None, info: WorkerInfo | None = None):
+        self.runner = runner
+        self.info = info or WorkerInfo(kv_bytes=runner.kv_pool.num_bytes)
+        self._thread = thread or step_thread(runner.stream, None)
+        self._collector = ThreadPoolExecutor(1, "worker-results") if runner.stream.asynchronous else None
+
+    @classmethod
+    def create(
+        cls,
+        options: WorkerOptions,
+        *,
+        parallel: ParallelContext = SINGLE,
+        progress: bool = False,
+    ) -> Worker:
+        """Builds kernels, loads the model, takes the KV pool, warms up. Ready when it returns.
+
+        Args:
+            progress: show a bar on stderr while weights are read.
+
+        Raises:
+            ConfigError: a backend that was asked for cannot be had, or the checkpoint does not fit the config.
+        """
+        stream = DeviceStream(options.device)
+        thread = step_thread(stream, options.num_threads)
+        try:
+            runner, info = thread.submit(_prepare, options, stream, parallel, progress).result()
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        return cls(runner, thread, info)
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """The result of a step, or the `StepError` that ended it."""
+        if self._collector is None:
+            return self._thread.submit(self.runner.execute, plan)
+        future: Future[StepResult] = Future()
+        self._thread.submit(self._launch, plan, future, self._collector)
+        return future
+
+    def call(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Runs a function on the worker's thread, between steps."""
+        return self._thread.submit(function, *args)
+
+    def close(self) -> None:
+        """Ends the threads after the steps given so far."""
+        self._thread.shutdown()
+        if self._collector is not None:
+            self._collector.shutdown()
+
+    def _launch(self, plan: StepPlan, future: Future[StepResult], collector: ThreadPoolExecutor) -> None:
+        try:
+            pending = self.runner.launch(plan)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            collector.submit(_collect, pending, future)
+
+
+def step_thread(stream: DeviceStream, num_threads: int | None) -> ThreadPoolExecutor:
+    """The one thread that runs a worker's steps. torch counts operator threads per calling thread, so it asks here."""
+
+    def begin() -> None:
+        torch.set_num_threads(num_threads or physical_cores())
+        stream.bind_thread()
+
+    return ThreadPoolExecutor(1, "worker-steps", initializer=begin)
+
+
+def physical_cores() -> int:
+    """Cores this process may use, not counting hyper-threads."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+
+
+def kv_spec(config: ModelConfig, dtype: torch.dtype) -> KVSpec:
+    attention = config.attention
+    if isinstance(attention, MLAConfig):
+        return KVSpec.mla(config.num_layers, attention.kv_lora_rank, attention.qk_rope_head_dim, dtype)
+    return KVSpec.gqa(config.num_layers, attention.num_kv_heads, attention.head_dim, dtype)
+
+
+def form_policy(options: WorkerOptions) -> MLAFormPolicy:
+    attention = options.model_config.attention
+    if isinstance(attention, GQAConfig):
+        return MLAFormPolicy(break_even=0.0)  # one contract for both groups: chunks need not be told apart
+    if options.absorbed_break_even is not None:
+        return MLAFormPolicy(options.absorbed_break_even, options.deterministic)
+    a = attention
+    return MLAFormPolicy.from_widths(
+        a.kv_lora_rank, a.qk_rope_head_dim, a.qk_nope_head_dim, a.v_head_dim, deterministic=options.deterministic
+    )
+
+
+def kernels_for(options: WorkerOptions) -> Backends:
+    config = options.model_config
+    need = Need(
+        dtype=options.dtype, kv_dtype=options.kv_dtype, attention=config.attention.kind, page_size=options.page_size
+    )
+    return build_backends(probe(options.device), need, options.backends)
+
+
+def _prepare(
+    options: WorkerOptions,
+    stream: DeviceStream,
+    parallel: ParallelContext,
+    progress: bool,
+) -> tuple[ModelRunner, WorkerInfo]:
+    """Everything before READY; runs on the step thread."""
+    from moe_engine.models.loader import load_model
+
+    began = time.perf_counter()
+    config = options.model_config
+    dtype = getattr(torch, options.dtype)
+    kv_dtype = dtype if options.kv_dtype == "auto" else getattr(torch, options.kv_dtype)
+    backends = kernels_for(options)
+    rows = Rows(options.max_rows, options.context_len, config.vocab_size, stream)
+    model = load_model(
+        options.model_path,
+        config,
+        dtype=dtype,
+        device=stream.device,
+        backends=backends,
+        parallel=parallel,
+        load_format=options.load_format,
+        progress=progress,
+        seed=options.dummy_seed,
+        max_positions=rows.width,
+    )
+    loaded = time.perf_counter()
+    pool = KVPool(kv_spec(config, kv_dtype), options.num_slots, options.page_size, stream)
+    runner = ModelRunner(model, pool, rows, backends.attention, stream, form=form_policy(options))
+    warm_up(runner)
+    info = WorkerInfo(
+        choices=backends.choices,
+        weight_bytes=getattr(model, "weight_bytes", 0) or config.weight_bytes(dtype.itemsize),
+        kv_bytes=pool.num_bytes,
+        num_threads=torch.get_num_threads(),
+        load_seconds=loaded - began,
+        warmup_seconds=time.perf_counter() - loaded,
+    )
+    return runner, info
+
+
+def _collect(pending: PendingStep, future: Future[StepResult]) -> None:
+    try:
+        future.set_result(pending.take())
+    except Exception as error:
+        future.set_exception(error)

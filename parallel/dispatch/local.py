@@ -1,0 +1,47 @@
+"""Dispatch on one rank: sort the (token, choice) pairs by expert, and sum them back.
+
+Legend: T tokens, K experts per token, M = T*K rows, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch
+
+
+@dataclass(frozen=True)
+class LocalHandle:
+    """What combine needs of a dispatch: where each (token, choice) went."""
+
+    position: Tensor  # [T, K] row of the batch
+    num_tokens: int
+
+
+class LocalDispatcher:
+    """Produces the ``grouped`` layout; router weights are applied in `combine`, once."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor) -> tuple[ExpertBatch, LocalHandle]:
+        """x [T, D], topk_ids [T, K] -> rows sorted by expert (stable: by token inside an expert)."""
+        num_tokens, top_k = topk_ids.shape
+        flat = topk_ids.reshape(-1).long()
+        order = torch.argsort(flat, stable=True)  # [M]
+        counts = torch.bincount(flat, minlength=self._num_experts)
+        offsets = torch.zeros(self._num_experts + 1, dtype=torch.int32, device=x.device)
+        offsets[1:] = counts.cumsum(0)
+        position = torch.empty_like(order)
+        position[order] = torch.arange(order.numel(), device=x.device)
+        rows = x.index_select(0, order // top_k)
+        return ExpertBatch("grouped", rows, offsets=offsets), LocalHandle(position.view(num_tokens, top_k), num_tokens)
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: LocalHandle) -> Tensor:
+        """rows [M, D] in dispatch order, weights [T, K] -> [T, D], summed over K in float32 in column order."""
+        chosen = rows.index_select(0, handle.position.reshape(-1)).view(*handle.position.shape, -1)  # [T, K, D]
+        weighted = chosen.float() * topk_weights.unsqueeze(-1)
+        return weighted.sum(dim=1).to(rows.dtype)

@@ -1,0 +1,50 @@
+"""The routed experts of a layer as the model sees them: tokens and choices in, weighted sums out.
+
+Where the experts live, how tokens travel there and which kernel multiplies them is decided when this object is made.
+Legend: T tokens, D hidden, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertsKernel, ExpertWeights, FusedExperts
+from moe_engine.parallel.dispatch.local import LocalDispatcher
+
+
+class RoutedExperts(Protocol):
+    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> sum_k w_k expert_k(x), [T, D]."""
+
+
+class DispatchedExperts:
+    """dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that takes its layout."""
+
+    def __init__(self, dispatcher: LocalDispatcher, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
+        self._dispatcher = dispatcher
+        self._kernel = kernel
+        self._weights = weights
+
+    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        batch, handle = self._dispatcher.dispatch(x, topk_ids)
+        return self._dispatcher.combine(self._kernel.run(batch, self._weights), topk_weights, handle)
+
+
+class FusedLocalExperts:
+    """All experts on this rank and a kernel that permutes, multiplies and combines in one call."""
+
+    def __init__(self, kernel: FusedExperts, weights: ExpertWeights) -> None:
+        self._kernel = kernel
+        self._weights = weights
+
+    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        return self._kernel.run_routed(x, topk_weights, topk_ids, self._weights)
+
+
+def make_routed_experts(kernel: ExpertsKernel, weights: ExpertWeights) -> RoutedExperts:
+    """The form for one rank: fused where the kernel offers it, dispatched otherwise."""
+    if isinstance(kernel, FusedExperts):
+        return FusedLocalExperts(kernel, weights)
+    return DispatchedExperts(LocalDispatcher(weights.num_experts), kernel, weights)

@@ -1,0 +1,77 @@
+"""Checkpoints are found and their files checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.checkpoint import inspect, locate
+from moe_engine.config.launch_plan import prepare
+from moe_engine.errors import CheckpointError, ConfigError
+from tests.config.conftest import machine, write_safetensors
+
+
+def test_headers_are_summed(tmp_path):
+    write_safetensors(
+        tmp_path / "model.safetensors",
+        {
+            "model.embed_tokens.weight": ([8, 4], "BF16", 2),
+            "model.layers.0.mlp.up_proj.weight": ([4, 4], "F8_E4M3", 1),
+            "model.layers.0.mlp.up_proj.weight_scale_inv": ([1, 1], "F32", 4),
+            "model.layers.1.eh_proj.weight": ([4, 8], "BF16", 2),
+        },
+    )
+    facts = inspect(tmp_path, num_layers=1)
+    assert facts is not None
+    assert (facts.num_files, facts.num_tensors) == (1, 4)
+    assert facts.num_elements == 32 + 16 and facts.stored_bytes == 64 + 16 + 4 + 64
+    assert inspect(tmp_path / "nothing", 1) is None
+
+
+def test_missing_truncated_and_damaged_files(tmp_path):
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_safetensors(tmp_path / "one.safetensors", {"a": ([8], "BF16", 2)})
+    with pytest.raises(CheckpointError, match=r"two.safetensors of 2 weight files missing"):
+        inspect(tmp_path, 1)
+    write_safetensors(tmp_path / "two.safetensors", {"b": ([8], "BF16", 2)}, cut=3)
+    with pytest.raises(CheckpointError, match="truncated"):
+        inspect(tmp_path, 1)
+    for garbage in (b"", b"12345678", b"\x05" + bytes(7) + b"{nope", b"\x04" + bytes(7) + b"null"):
+        (tmp_path / "two.safetensors").write_bytes(garbage)
+        with pytest.raises(CheckpointError, match=r"two\.safetensors"):
+            inspect(tmp_path, 1)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="index"):
+        inspect(tmp_path, 1)
+
+
+def test_locate(tmp_path):
+    assert locate(str(tmp_path)) == tmp_path
+    assert locate(None).name == "checkpoint"
+    with pytest.raises(ConfigError, match="no such folder"):
+        locate("/no/such/folder")
+    with pytest.raises(ConfigError, match="--revision"):
+        locate(str(tmp_path), revision="main")
+
+
+def test_prepare_without_weights(model_dir):
+    folder = model_dir()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        prepare(EngineArgs.from_kwargs(model_path=str(folder)), machine())
+    config = prepare(EngineArgs.from_kwargs(model_path=str(folder), load_format="dummy"), machine())
+    assert config.model_path == str(folder) and config.random_seed >= 0
+    overridden = EngineArgs.from_kwargs(
+        model_path=str(folder), load_format="dummy", json_model_override_args='{"max_position_embeddings": 512}'
+    )
+    assert prepare(overridden, machine()).context_len == 512
+
+
+def test_named_backend_that_cannot_run_is_refused(model_dir):
+    args = EngineArgs.from_kwargs(
+        model_path=str(model_dir()), load_format="dummy", dtype="float16", attention_backend="cpu"
+    )
+    with pytest.raises(ConfigError, match=r"--attention-backend cpu: .*float16"):
+        prepare(args, machine())

@@ -1,0 +1,218 @@
+"""Flags are derived from fields; old and new spellings, files, keywords and refusals read alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from moe_engine.config.args import PARTS, EngineArgs, build_parser
+from moe_engine.config.field import fields_of, flag
+from moe_engine.config.flags import known_options
+from moe_engine.config.later import DROPPED, LATER, SATISFIED
+from moe_engine.config.values import parse_count
+from moe_engine.errors import ConfigError, NotAvailableYet
+
+ALL_FIELDS = [info for part in PARTS.values() for info in fields_of(part)]
+
+
+def cli(text: str) -> EngineArgs:
+    return EngineArgs.from_cli(text.split())
+
+
+@pytest.mark.parametrize("info", ALL_FIELDS, ids=lambda info: info.name)
+def test_every_field_teaches_and_has_a_flag(info):
+    assert len(info.flag.help) > 20 and info.flag.help.rstrip().endswith((".", ")"))
+    assert info.option in known_options(build_parser())
+    allowed = info.flag.allowed()
+    if allowed is not None and info.default is not None:
+        assert info.default in allowed
+    for synonym, meaning in info.flag.synonyms.items():
+        assert synonym not in allowed and meaning in allowed
+
+
+def test_no_name_stands_twice():
+    names = [info.name for info in ALL_FIELDS] + list(LATER) + list(SATISFIED) + list(DROPPED)
+    assert len(names) == len(set(names))
+
+
+def test_parts_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineArgs().memory.page_size = 4  # type: ignore[misc]
+
+
+def test_field_without_metadata_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Part:
+        name: str = "x"
+
+    with pytest.raises(TypeError, match="no flag metadata"):
+        fields_of(Part)
+
+    @dataclasses.dataclass(frozen=True)
+    class Odd:
+        name: list = flag(None, "a list")  # noqa: RUF009
+
+    with pytest.raises(TypeError, match="bool, int, float or str"):
+        fields_of(Odd)
+
+
+def test_defaults_are_sglangs():
+    args = cli("")
+    assert args == EngineArgs() and not args.given
+    flat = args.flat()
+    expected = {
+        "host": "127.0.0.1", "port": 30000, "tokenizer_mode": "auto", "load_format": "auto", "dtype": "auto",
+        "kv_cache_dtype": "auto", "max_prefill_tokens": 16384, "schedule_policy": "fcfs",
+        "schedule_conservativeness": 1.0, "stream_interval": 1, "watchdog_timeout": 300.0, "log_level": "info",
+        "decode_log_interval": 40, "log_requests_level": 2, "priority_scheduling_preemption_threshold": 10,
+        "mem_fraction_static": None, "page_size": None, "chunked_prefill_size": None, "enable_metrics": False,
+    }  # fmt: skip
+    assert {name: flat[name] for name in expected} == expected
+
+
+def test_values_and_spellings():
+    args = cli("--model m --max-total-tokens 64k --dtype half --chunked-prefill-size=-1 --enable-mixed-c --tp 1 --dp 1")
+    assert args.model.model_path == "m" and args.model.dtype == "float16"
+    assert args.memory.max_total_tokens == 64000 and args.memory.chunked_prefill_size == -1
+    assert args.scheduling.enable_mixed_chunk
+    assert args.given == {"model_path", "max_total_tokens", "dtype", "chunked_prefill_size", "enable_mixed_chunk"}
+    same = EngineArgs.from_kwargs(
+        model="m", max_total_tokens="64k", dtype="half", chunked_prefill_size=-1, enable_mixed_chunk=True, tp_size=1
+    )
+    assert same == args
+    assert args.replace(page_size=1).memory.page_size == 1 and args.replace(page_size=1).model.dtype == "float16"
+
+
+def test_old_spelling_is_accepted_with_one_line(capsys):
+    assert cli("--stream-output").server.incremental_streaming_output
+    assert capsys.readouterr().err == "note: --stream-output is now called --incremental-streaming-output\n"
+    assert cli("--incremental-streaming-output").server.incremental_streaming_output
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--tp-size 4", "--tp-size 4: not available yet in moe-engine (comes with many-rank support); "
+                        "leave it out or use 1"),
+        ("--tp 8", "--tp-size 8: not available yet"),
+        ("--dp 2 --enable-dp-attention", "--dp-size 2: not available yet"),
+        ("--enable-dp-attention", "--enable-dp-attention: not available yet in moe-engine"),
+        ("--speculative-algorithm NEXTN", "MTP speculative decoding"),
+        ("--moe-a2a-backend deepep", "leave it out or use none"),
+        ("--enable-eplb", "expert load balancing"),
+        ("--lora-paths a b", "--lora-paths a b: not available yet"),
+        ("--cuda-graph-max-bs 128", "CUDA graphs"),
+        ("--disaggregation-mode decode", "separate engines"),
+        ("--grammar-backend outlines", "structured output"),
+        ("--enable-hicache", "hierarchical KV cache"),
+        ("--cpu-offload-gb 4", "weights kept in RAM"),
+        ("--kv-cache-dtype fp8_e4m3", "FP8 KV cache"),
+        ("--attention-backend flashmla", "the GPU backends"),
+        ("--quantization awq", "other quantisation schemes"),
+        ("--load-format gguf", "other checkpoint formats"),
+        ("--tool-call-parser qwen25", "more output parsers"),
+    ],
+)  # fmt: skip
+def test_what_comes_later_is_refused_by_name(text, words):
+    with pytest.raises(NotAvailableYet) as refusal:
+        cli(text)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--tp-size 1 --dp-size 1 --ep-size 1 --pp-size 1 --nnodes 1 --node-rank 0",
+        "--moe-a2a-backend none --deepep-mode auto --disaggregation-mode null --cpu-offload-gb 0",
+        "--tensor-parallel-size 1 --grammar-backend none --hicache-ratio 2 --load-balance-method round_robin",
+        "--cuda-graph-backend-decode disabled",
+    ],
+)
+def test_later_flags_that_ask_for_nothing_are_accepted(text):
+    assert not cli(text).given
+
+
+def test_later_switch_as_keyword():
+    assert EngineArgs.from_kwargs(enable_dp_attention=False) == EngineArgs()
+    with pytest.raises(NotAvailableYet):
+        EngineArgs.from_kwargs(enable_dp_attention=True)
+    with pytest.raises(NotAvailableYet, match="--tp-size 4"):
+        EngineArgs.from_kwargs(tp_size=4)
+
+
+def test_satisfied_switch_is_noted():
+    assert cli("--disable-cuda-graph").notes[0].startswith("--disable-cuda-graph: nothing to do")
+    assert not EngineArgs.from_kwargs(disable_cuda_graph=False).notes
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropped_flags_name_their_replacement(name):
+    with pytest.raises(ConfigError, match="gone from SGLang") as refusal:
+        EngineArgs.from_kwargs(**{name: True})
+    assert DROPPED[name] in str(refusal.value)
+    with pytest.raises(ConfigError, match="gone from SGLang"):
+        cli("--" + name.replace("_", "-"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--page-sise 3", "did you mean --page-size?"),
+        ("--frobnicate", "--frobnicate: unknown flag; --help lists all flags"),
+        ("stray", "stray argument"),
+        ("--page-size x", "--page-size x: expected a whole number"),
+        ("--page-size", "--page-size: expected one argument"),
+        ("--dtype flot16", "did you mean float16?"),
+        ("--schedule-policy lru", "choose one of: fcfs, lpm"),
+        ("--enable-m", "ambiguous option"),
+        ("--json-model-override-args [1]", "JSON object"),
+        ("--max-total-tokens 1.5", "whole number"),
+    ],
+)
+def test_mistakes_are_explained(text, words):
+    with pytest.raises(ConfigError) as refusal:
+        cli(text)
+    assert words in str(refusal.value)
+
+
+def test_keyword_mistakes():
+    for values, words in [
+        ({"page_sise": 3}, "did you mean page_size"),
+        ({"page_size": 1.5}, "whole number"),
+        ({"page_size": True}, "whole number"),
+        ({"enable_metrics": 1}, "true or false"),
+        ({"model_path": 3}, "expected text"),
+        ({"schedule_policy": None}, "needs a value"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            EngineArgs.from_kwargs(**values)
+    assert EngineArgs.from_kwargs(json_model_override_args={"a": 1}).model.json_model_override_args == '{"a": 1}'
+
+
+def test_config_file(tmp_path: Path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: from-file\npage-size: 16\nenable_metrics: true\ntp: 4\nport: 1\n")
+    args = cli(f"--config {file} --tp-size 1 --port 2")
+    assert args.model.model_path == "from-file" and args.memory.page_size == 16
+    assert args.logging.enable_metrics and args.server.port == 2
+    file.write_text("page-sise: 16\n")
+    with pytest.raises(ConfigError, match="page_size"):
+        cli(f"--config {file}")
+    file.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="flag: value"):
+        cli(f"--config {file}")
+    with pytest.raises(ConfigError, match="cannot read"):
+        cli(f"--config {tmp_path}/none.yaml")
+
+
+def test_counts():
+    assert [parse_count(text) for text in ("7", "64k", "1M", "8Ki", "1.5k", "-1")] == [7, 64000, 10**6, 8192, 1500, -1]
+
+
+def test_help_holds_every_field_and_hides_the_rest():
+    text = build_parser().format_help()
+    assert all(info.option in text for info in ALL_FIELDS)
+    assert "--tp-size" not in text and "--disable-mla" not in text

@@ -1,0 +1,121 @@
+"""The ledger's arithmetic, DeepSeek-V3's numbers, and refusals that name the sum and what fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from moe_engine.config.ledger import GB, LedgerRow, MemoryLedger, gb, slot_table_bytes, tokens_that_fit
+from moe_engine.errors import ConfigError
+from tests.config.conftest import SMALL, V3, machine
+
+V2_LITE = {
+    **V3, "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "vocab_size": 102400,
+    "num_nextn_predict_layers": 0, "quantization_config": None, "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+}  # fmt: skip
+
+
+def refusal(resolved, *args, **flags) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolved(*args, **flags)
+    return str(error.value)
+
+
+def test_bytes_per_token(resolved):
+    assert resolved(V3, on=machine(1800, 2048)).ledger.bytes_per_token == 70272
+    assert resolved(V2_LITE, on=machine(60, 64)).ledger.bytes_per_token == 31104
+    assert resolved(V2_LITE, on=machine(100, 128), dtype="float32").ledger.bytes_per_token == 2 * 31104
+
+
+def test_v3_weights_are_counted_as_loaded(resolved):
+    ledger = resolved(V3, on=machine(1800, 2048)).ledger
+    parameters = 671.0e9
+    kv_b_copy = 61 * 128 * 256 * 512 * 2
+    assert ledger.weight_bytes == pytest.approx(parameters * 2 + kv_b_copy, rel=0.002)
+    detail = ledger.rows[0].detail
+    assert "671.03 B parameters" in detail and "dequantised" in detail
+
+
+def test_sum_and_rest(resolved):
+    config = resolved(V2_LITE, on=machine(60, 64))
+    ledger = config.ledger
+    assert ledger.total_bytes == sum(row.num_bytes for row in ledger.all_rows())
+    assert 0 <= ledger.spare_bytes < ledger.bytes_per_token
+    assert ledger.limit_bytes == int(0.8 * 60 * GB)
+    assert ledger.kv_bytes == (config.max_total_num_tokens + 1) * 31104
+    static = (ledger.weight_bytes + ledger.kv_bytes) / (64 * GB)
+    assert config.mem_fraction_static == pytest.approx(static, abs=1e-4)
+
+
+def test_mem_fraction_is_weights_and_kv(resolved):
+    ledger = resolved(V2_LITE, on=machine(60, 64), mem_fraction_static=0.6).ledger
+    assert ledger.weight_bytes + ledger.kv_bytes == pytest.approx(0.6 * 64 * GB, abs=31104)
+    assert resolved(mem_fraction_static=0.5).max_total_num_tokens == 256 * 2048
+
+
+def test_tokens_that_fit():
+    assert tokens_that_fit(1000, 10, 1) == 99
+    assert tokens_that_fit(1000, 10, 16) == 80
+    assert tokens_that_fit(5, 10, 1) == 0 and tokens_that_fit(-5, 10, 1) == 0
+    assert slot_table_bytes(256, 2048) == 256 * 2052 * 4
+
+
+def test_table_is_aligned():
+    rows = (LedgerRow("weights", 14 * GB, "a"), LedgerRow("slot tables", 3 << 20, "b"))
+    lines = MemoryLedger(rows, 16 * GB, "a test", 1024, 1000, 16).lines()
+    assert lines[0].startswith("weights      14.00 GB  a")
+    assert {line.index("B  ") for line in lines if "B  " in line} == {lines[0].index("B  ")}
+    assert [line.split("  ")[0] for line in lines] == [
+        "weights",
+        "slot tables",
+        "KV cache",
+        "sum",
+        "limit",
+        "left over",
+    ]
+    assert gb(GB) == "1.00 GB" and gb(1 << 20) == "1.0 MB"
+
+
+def test_too_large_a_model_names_the_sum(resolved):
+    text = refusal(resolved, V3, on=machine(20, 24))
+    assert re.search(r"weights 12\d\d\.\d\d GB \+ activations .* = 12\d\d\.\d\d GB", text)
+    assert "this machine offers 16.00 GB (80% of 20.00 GB available" in text and "no flag changes that" in text
+
+
+def test_too_many_tokens_names_what_fits(resolved):
+    text = refusal(resolved, V2_LITE, on=machine(60, 64), max_total_tokens="4M")
+    assert "--max-total-tokens 4000000 needs 115.87 GB of KV (31104 B a token)" in text
+    fits = int(re.search(r"use --max-total-tokens (\d+)", text)[1])
+    assert resolved(V2_LITE, on=machine(60, 64), max_total_tokens=fits).max_total_num_tokens == fits
+    refusal(resolved, V2_LITE, on=machine(60, 64), max_total_tokens=fits + 1)
+
+
+@pytest.mark.parametrize("flags", [{"chunked_prefill_size": -1}, {}, {"max_running_requests": 4096}])
+def test_nearest_flags_that_fit_do_fit(resolved, flags):
+    text = refusal(resolved, V2_LITE, on=machine(38, 64), **flags)
+    offered = re.findall(r"--[a-z-]+ [\d.]+(?: --[a-z-]+ [\d.]+)*", text.split("it fits with")[1])
+    assert offered
+    for way in offered:
+        words = way.split()
+        names = [name[2:].replace("-", "_") for name in words[::2]]
+        config = resolved(V2_LITE, on=machine(38, 64), **{**flags, **dict(zip(names, words[1::2]))})
+        assert config.max_total_num_tokens >= 128
+
+
+def test_whole_prompts_need_room_for_a_whole_context(resolved):
+    chunked = resolved(SMALL).ledger
+    whole = resolved(SMALL, chunked_prefill_size=-1).ledger
+    assert whole.rows[1].num_bytes > chunked.rows[1].num_bytes and "16384 tokens" in whole.rows[1].detail
+    mixed = resolved(SMALL, enable_mixed_chunk=True).ledger
+    assert "2304 tokens" in mixed.rows[1].detail
+
+
+def test_gpu_limit_keeps_a_reserve(resolved):
+    ledger = resolved(on=machine(138, 141, "cuda")).ledger
+    assert ledger.limit_bytes == 138 * GB - int(0.04 * 141 * GB)
+    assert "processes" not in [row.name for row in ledger.rows]

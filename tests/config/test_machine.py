@@ -1,0 +1,54 @@
+"""Memory and cores, a container's limits included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_engine.config.machine import host_memory, probe_machine, usable_cores
+
+MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:   12000000 kB\n"
+
+
+def cgroup(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def test_machine_without_limit(tmp_path):
+    memory = host_memory(MEMINFO, cgroup(tmp_path, memory__max="max\n"))
+    assert memory.total_bytes == 16000000 * 1024 and memory.available_bytes == 12000000 * 1024
+    assert memory.source == "/proc/meminfo"
+
+
+def test_container_limit_counts_and_page_cache_does_not(tmp_path):
+    folder = cgroup(
+        tmp_path,
+        memory__max="4000000000",
+        memory__current="3000000000",
+        memory__stat="anon 5\ninactive_file 2000000000\n",
+    )
+    memory = host_memory(MEMINFO, folder)
+    assert memory.total_bytes == 4_000_000_000 and memory.available_bytes == 3_000_000_000
+    assert memory.source == "container limit"
+
+
+def test_first_version_of_cgroups_and_ancestors(tmp_path):
+    cgroup(tmp_path, memory__limit_in_bytes="8000000000", memory__usage_in_bytes="1000000000")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    cgroup(inner, memory__limit_in_bytes=str(1 << 62), memory__usage_in_bytes="5")
+    assert host_memory(MEMINFO, inner).available_bytes == 7_000_000_000
+
+
+def test_cpu_quota(tmp_path):
+    assert usable_cores(cgroup(tmp_path, cpu__max="100000 100000")) == 1
+    assert usable_cores(cgroup(tmp_path, cpu__max="50000 100000")) == 1
+    assert usable_cores(cgroup(tmp_path, cpu__max="max 100000")) >= 1
+    (tmp_path / "cpu.max").unlink()
+    assert usable_cores(cgroup(tmp_path, cpu__cfs_quota_us="100000", cpu__cfs_period_us="100000")) == 1
+
+
+def test_this_machine():
+    machine = probe_machine("cpu")
+    assert 0 < machine.available_bytes <= machine.total_bytes and machine.cores >= 1 and machine.device_name

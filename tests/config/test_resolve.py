@@ -1,0 +1,148 @@
+"""Every auto becomes concrete with a reason; contradictions name both flags."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from moe_engine.config.args import PARTS
+from moe_engine.config.contradictions import LEAST, MOST
+from moe_engine.config.field import fields_of
+from moe_engine.errors import ConfigError, NotAvailableYet
+from tests.config.conftest import SMALL, V3, machine
+
+
+def reasons(config):
+    return {decision.name: decision.reason for decision in config.decisions}
+
+
+def test_cpu_defaults(resolved):
+    config = resolved()
+    assert config.device == "cpu" and config.dtype == config.kv_cache_dtype == "bfloat16"
+    assert config.page_size == 1 and config.chunked_prefill_size == 2048 and config.max_prefill_tokens == 16384
+    assert config.context_len == 2048 and config.max_running_requests == 256
+    assert config.max_total_num_tokens == 256 * 2048
+    assert config.max_req_len == 2047 and config.max_req_input_len == 2042
+    assert config.cpu_threads == 4
+    assert config.scheduling.schedule_policy == "fcfs"
+    assert config.asked_backends == dict.fromkeys(("attention", "experts", "linear", "ops"), "auto")
+    why = reasons(config)
+    assert "256 requests of 2048 tokens" in why["max_total_tokens"]
+    assert "on a CPU" in why["max_running_requests"] and "on a CPU" in why["chunked_prefill_size"]
+    assert all(why.values())
+
+
+def test_nothing_stays_auto(resolved):
+    config = resolved()
+    decided = reasons(config)
+    may_stay = {"revision", "download_dir", "chat_template", "api_key", "admin_api_key", "reasoning_parser",
+                "tool_call_parser", "log_level_http", "max_queued_requests", "prefill_max_requests", "model_path",
+                "quantization"}  # fmt: skip
+    for part in PARTS.values():
+        for info in fields_of(part):
+            open_ended = info.default is None or (info.default == "auto" and "backend" not in info.name)
+            if open_ended and info.name not in may_stay and info.name not in ("tokenizer_mode", "load_format"):
+                assert info.name in decided, info.name
+
+
+def test_what_is_given_is_kept(resolved):
+    config = resolved(
+        page_size=16, chunked_prefill_size=64, max_running_requests=3, max_total_tokens=1000, context_length=512,
+        random_seed=7, dtype="float32", served_model_name="name", cpu_threads=2,
+    )  # fmt: skip
+    assert config.page_size == 16 and config.chunked_prefill_size == 64 and config.max_running_requests == 3
+    assert config.max_total_num_tokens == 992 and config.context_len == 512 and config.random_seed == 7
+    assert config.dtype == "float32" and config.served_model_name == "name" and config.cpu_threads == 2
+    assert not {"page_size", "chunked_prefill_size", "random_seed", "dtype"} & set(reasons(config))
+    assert config.max_req_len == 511
+
+
+def test_requests_end_with_the_cache(resolved):
+    config = resolved(max_total_tokens=1000)
+    assert config.max_req_len == 999 and config.max_req_input_len == 994
+    assert config.max_running_requests == 256
+    assert "1000 tokens" in config.notes[0] and "2048" in config.notes[0]
+    assert resolved(max_total_tokens=100).max_running_requests == 50
+
+
+def test_pure_frozen_and_picklable(resolved):
+    config = resolved(page_size=4)
+    assert config == resolved(page_size=4)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(AttributeError):
+        config.page_size = 1
+
+
+def test_float16_checkpoints(resolved):
+    assert resolved({**SMALL, "torch_dtype": "float16"}).dtype == "bfloat16"
+    assert resolved({**SMALL, "torch_dtype": "float32"}).dtype == "float32"
+    assert resolved(dtype="float16").dtype == "float16"
+
+
+def test_gpu_chunk_by_memory(resolved):
+    for total, chunk in ((16, 2048), (24, 4096), (48, 4096), (141, 8192), (180, 16384)):
+        config = resolved(on=machine(total - 1, total, "cuda"))
+        assert config.chunked_prefill_size == chunk and config.device == "cuda"
+
+
+def test_v3_on_a_large_machine(resolved):
+    config = resolved(V3, on=machine(1800, 2048))
+    assert config.dtype == "bfloat16" and reasons(config)["quantization"] == "config.json says so"
+    assert config.context_len == 163840
+    assert "what the memory ledger leaves" in reasons(config)["max_total_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"chunked_prefill_size": 8, "page_size": 16}, ["--chunked-prefill-size 8", "--page-size 16", "smaller"]),
+        ({"chunked_prefill_size": 100, "page_size": 16}, ["--chunked-prefill-size 100", "--page-size 16", "96 or 112"]),
+        ({"max_total_tokens": 8, "page_size": 16}, ["--max-total-tokens 8", "--page-size 16"]),
+        ({"max_prefill_tokens": 8, "page_size": 16}, ["--max-prefill-tokens 8", "--page-size 16"]),
+        ({"max_running_requests": 64, "max_total_tokens": 32}, ["--max-running-requests 64", "--max-total-tokens 32"]),
+        ({"schedule_policy": "lpm", "disable_radix_cache": True}, ["--schedule-policy lpm", "--disable-radix-cache"]),
+        ({"schedule_policy": "dfs-weight", "disable_radix_cache": True}, ["dfs-weight", "--disable-radix-cache"]),
+        ({"schedule_policy": "lpm", "enable_priority_scheduling": True}, ["--enable-priority-sched", "not with lpm"]),
+        ({"schedule_low_priority_values_first": True}, ["--schedule-low-priority", "--enable-priority-scheduling"]),
+        ({"enable_mixed_chunk": True, "chunked_prefill_size": -1}, ["--enable-mixed-chunk", "-size -1"]),
+        ({"skip_tokenizer_init": True, "reasoning_parser": "deepseek-r1"}, ["--reasoning-parser", "--skip-tokenizer"]),
+        ({"context_length": 4096}, ["--context-length 4096", "2048", "max_position_embeddings"]),
+        ({"kv_cache_dtype": "float32"}, ["--kv-cache-dtype float32", "--dtype"]),
+        ({"mem_fraction_static": 1.5}, ["--mem-fraction-static 1.5", "between 0 and 1"]),
+        ({"mem_fraction_static": 0}, ["--mem-fraction-static 0"]),
+        ({"mem_fraction_static": float("nan")}, ["finite"]),
+        ({"api_key": " "}, ["--api-key is empty"]),
+        ({"port": 70000}, ["--port 70000", "65535"]),
+        ({"page_size": 0}, ["--page-size 0", "at least 1"]),
+        ({"chunked_prefill_size": 0}, ["--chunked-prefill-size 0", "-1"]),
+        ({"chunked_prefill_size": -2}, ["--chunked-prefill-size -2"]),
+        ({"schedule_conservativeness": -1}, ["--schedule-conservativeness"]),
+        ({"watchdog_timeout": 0}, ["--watchdog-timeout 0"]),
+        ({"log_requests_level": 4}, ["--log-requests-level 4", "at most 3"]),
+        ({"served_model_name": "a:b"}, ["--served-model-name", "colon"]),
+        ({"chat_template": "/no/such.jinja"}, ["--chat-template /no/such.jinja"]),
+        ({"context_length": 4}, ["--context-length 4", "at least 8"]),
+    ],
+)  # fmt: skip
+def test_contradictions_and_ranges(resolved, flags, words):
+    with pytest.raises(ConfigError) as refusal:
+        resolved(**flags)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+def test_quantising_while_loading_is_later(resolved):
+    with pytest.raises(NotAvailableYet, match="--quantization fp8"):
+        resolved(quantization="fp8")
+
+
+def test_remarks_on_flags_without_effect(resolved):
+    assert "--log-requests-level does nothing without --log-requests" in resolved(log_requests_level=1).notes
+    assert any("--api-key" in note for note in resolved(host="0.0.0.0").notes)
+    assert not resolved(host="0.0.0.0", api_key="k").notes
+    assert resolved(disable_cuda_graph=True).notes
+
+
+def test_ranges_name_real_fields():
+    names = {info.name for part in PARTS.values() for info in fields_of(part)}
+    assert set(LEAST) <= names and set(MOST) <= names

@@ -1,0 +1,129 @@
+"""An engine core in this process: real scheduler, real worker, real kernels; messages come from a script."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_plan import prepare
+from moe_engine.engine import messages
+from moe_engine.engine.core import EngineCore
+from moe_engine.engine.core_main import scheduler_config, worker_options
+from moe_engine.engine.reporter import StepReporter
+from moe_engine.engine.status_board import StatusBoard
+from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.types import SamplingParams
+from moe_engine.worker.worker import Worker
+
+
+@dataclass
+class Scripted:
+    """A request and the turn of the loop at which it arrives; optionally the turn at which it is aborted."""
+
+    rid: str
+    prompt_ids: list[int]
+    max_new_tokens: int = 8
+    arrives: int = 0
+    aborted_at: int | None = None
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    seed: int | None = None
+    logprob: bool = False
+    priority: int | None = None
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish: dict[str, Any] | None = None
+    retractions: int = 0
+    cached_tokens: int = 0
+
+
+class ScriptedPort:
+    """Implements `core.Port`: hands out messages by turn, gathers the answers, ends the loop when all have ended."""
+
+    def __init__(self, script: list[Scripted]) -> None:
+        self._script = script
+        self._turn = -1
+        self._sent: set[str] = set()
+        self.answers = {item.rid: Answer() for item in script}
+
+    def receive(self, timeout: float) -> list[messages.Message]:
+        self._turn += 1
+        if timeout and len(self._sent) < len(self._script):  # idle: bring the next arrival forward
+            self._turn = max(self._turn, min(i.arrives for i in self._script if i.rid not in self._sent))
+        out: list[messages.Message] = []
+        for item in self._script:
+            if item.rid not in self._sent and item.arrives <= self._turn:
+                self._sent.add(item.rid)
+                out.append(add_request(item))
+            if item.rid in self._sent and item.aborted_at == self._turn:
+                out.append(messages.AbortRequest(rid=item.rid))
+        if len(self._sent) == len(self._script) and all(a.finish for a in self.answers.values()):
+            out.append(messages.Shutdown())
+        return out
+
+    def send(self, message: messages.Message) -> None:
+        message = messages.decode_from_core(messages.encode(message))  # as it would arrive
+        assert isinstance(message, messages.StepOutput)
+        for delta in message.deltas:
+            answer = self.answers[delta.rid]
+            assert answer.finish is None, f"{delta.rid} got something after its end"
+            answer.token_ids += delta.token_ids
+            answer.logprobs += delta.logprobs or []
+            answer.finish = delta.finish
+            answer.retractions = delta.retractions
+            answer.cached_tokens = delta.cached_tokens
+
+
+def add_request(item: Scripted) -> messages.AddRequest:
+    sampling = SamplingParams.from_dict({"max_new_tokens": item.max_new_tokens, **item.sampling})
+    return messages.AddRequest(
+        rid=item.rid,
+        prompt_ids=list(item.prompt_ids),
+        sampling=msgspec.to_builtins(sampling),
+        max_new_tokens=item.max_new_tokens,
+        seed=item.seed,
+        priority=item.priority,
+        return_logprob=item.logprob,
+    )
+
+
+class InProcessEngine:
+    """A loaded model whose scheduler is made anew for each run, with other limits and switches.
+
+    Args:
+        path: checkpoint directory. flags: as of the server; they fix what the worker allocates.
+    """
+
+    def __init__(self, path: Path | str, board: Path, **flags: Any) -> None:
+        self.config = prepare(EngineArgs.from_kwargs(model_path=str(path), **flags))
+        self.worker = Worker.create(worker_options(self.config))
+        self._board = StatusBoard(board, create=True)
+
+    def run(self, script: list[Scripted], *, overlap: bool = True, **scheduling: Any) -> dict[str, Answer]:
+        """Runs a script to its end; `scheduling` replaces fields of the SchedulerConfig."""
+        config = dataclasses.replace(scheduler_config(self.config), **scheduling)
+        self.scheduler = Scheduler(config)
+        port = ScriptedPort(script)
+        eos = frozenset(self.config.model.eos_token_ids)
+        core = EngineCore(
+            self.scheduler, self.worker, port, self._board, StepReporter(), eos_token_ids=eos, overlap=overlap
+        )
+        core.run()
+        self.check_pool_whole()
+        return port.answers
+
+    def check_pool_whole(self) -> None:
+        stats = self.scheduler.stats()
+        assert stats.num_free + stats.num_evictable == stats.num_slots
+        assert self.scheduler.check_integrity() == []
+
+    def close(self) -> None:
+        self.worker.close()

@@ -1,0 +1,126 @@
+"""What the kernels should compute, in float64 and without any of their code; and how close they must come."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+
+DTYPES = (torch.bfloat16, torch.float32)
+NAN = float("nan")
+
+
+def close(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
+    """Within rounding of the dtype, relative to the largest value; `scale` allows for intermediate roundings."""
+    assert got.shape == want.shape
+    if got.numel() == 0:
+        return
+    assert torch.isfinite(got).all()
+    limit = {torch.bfloat16: 6e-3, torch.float32: 3e-6}[got.dtype] * scale * max(float(want.abs().max()), 1e-6)
+    worst = float((got.double() - want).abs().max())
+    assert worst <= limit, f"off by {worst:.3g}, allowed {limit:.3g}"
+
+
+def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """x [M, D], gate and up [I, D], down [D, I]."""
+    x = x.double()
+    return (silu(x @ gate.double().T) * (x @ up.double().T)) @ down.double().T
+
+
+def rotary_table(count: int, width: int, interleaved: bool) -> RotaryTable:
+    angles = torch.arange(count).double()[:, None] * 10000 ** (-torch.arange(0, width, 2).double() / width)
+    return RotaryTable(torch.cat((angles.cos(), angles.sin()), -1).float() * 1.25, interleaved)
+
+
+def rotated(x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
+    """x [T, H, R]."""
+    x = x.double()
+    half = table.width // 2
+    cos, sin = table.cos_sin[positions].double().unsqueeze(1).split(half, -1)
+    first, second = (x[..., 0::2], x[..., 1::2]) if table.interleaved else (x[..., :half], x[..., half:])
+    a, b = first * cos - second * sin, second * cos + first * sin
+    return torch.stack((a, b), -1).flatten(-2) if table.interleaved else torch.cat((a, b), -1)
+
+
+def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
+    """[T, E]: the weight of every expert, 0 where it is not chosen."""
+    logits = x.double() @ gate.double().T
+    scores = torch.sigmoid(logits) if spec.score == "sigmoid" else torch.softmax(logits, -1)
+    choice = scores + bias.double() if spec.has_bias and bias is not None else scores.clone()
+    if spec.group_score is not None:
+        groups = choice.unflatten(-1, (spec.num_groups, -1))
+        best = groups.topk(2, -1).values.sum(-1) if spec.group_score == "top2" else groups.max(-1).values
+        keep = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.topk_groups, -1).indices, True)
+        choice = groups.masked_fill(~keep.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids = choice.topk(spec.top_k, -1).indices
+    weights = scores.gather(-1, ids)
+    if spec.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return torch.zeros_like(scores).scatter_(-1, ids, weights * spec.scale)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions."""
+    scores = torch.einsum("thd,shd->hts", q.double(), k.double()) * scale
+    t, s = scores.shape[1:]
+    hidden = torch.arange(s)[None, :] > torch.arange(s - t, s)[:, None]
+    return torch.einsum("hts,shv->thv", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v.double())
+
+
+def paged_queries(lens: list[tuple[int, int]], page_size: int = 1, shuffle: bool = True) -> tuple[PagedQueries, int]:
+    """Requests of (query_len, context_len) on shuffled pages and rows; also how many slots the pool has."""
+    pages = [-(-context // page_size) for _, context in lens]
+    total = sum(pages) + 3
+    order = torch.randperm(total) if shuffle else torch.arange(total)
+    rows = torch.randperm(len(lens) + 2)[: len(lens)]
+    table = torch.full((len(lens) + 2, max([c for _, c in lens], default=1) + 5), 2**30, dtype=torch.int32)
+    for row, count, (_, context) in zip(rows, pages, lens):
+        mine, order = order[:count], order[count:]
+        slots = (mine[:, None] * page_size + torch.arange(page_size)).flatten()[:context]
+        table[row, :context] = slots.int()
+    starts = torch.tensor([0, *(q for q, _ in lens)]).cumsum(0).int()
+    queries = PagedQueries(
+        [q for q, _ in lens], [c for _, c in lens], rows.int(), starts, torch.tensor([c for _, c in lens]).int(), table,
+        page_size,
+    )  # fmt: skip
+    return queries, total * page_size
+
+
+def slots_of(queries: PagedQueries, request: int) -> Tensor:
+    return queries.slot_table[int(queries.rows[request]), : queries.context_lens[request]].long()
+
+
+def filled_cache(queries: PagedQueries, size: int, *width: int, dtype: torch.dtype) -> Tensor:
+    """Random rows in the slots that belong to a request, NaN in all others."""
+    cache = torch.full((size, *width), NAN, dtype=dtype)
+    for request in range(queries.num_requests):
+        slots = slots_of(queries, request)
+        cache[slots] = normal(len(slots), *width, dtype=dtype)
+    return cache
+
+
+def only(queries: PagedQueries, request: int, query: slice | None = None) -> PagedQueries:
+    """One request of a batch by itself; with `query` only those of its query tokens, the context cut behind them."""
+    count, context = queries.query_lens[request], queries.context_lens[request]
+    if query is not None:
+        context = context - count + query.stop
+        count = query.stop - query.start
+    return PagedQueries(
+        [count], [context], queries.rows[request : request + 1], torch.tensor([0, count]).int(),
+        torch.tensor([context]).int(), queries.slot_table, queries.page_size,
+    )  # fmt: skip

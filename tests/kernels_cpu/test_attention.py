@@ -1,0 +1,151 @@
+"""Paged attention: against the plain formula, on shuffled pages with NaN between them, with bits that stay put."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.cpu.library import Library
+from tests.kernels_cpu.conftest import threads
+from tests.kernels_cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, slots_of
+
+LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 64), (16, 1100)]
+ROTARY = 64
+
+
+def _absorbed_want(q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, latent: int) -> Tensor:
+    parts = []
+    for request, mine in enumerate(q.split(queries.query_lens)):
+        keys = cache[slots_of(queries, request)].unsqueeze(1).expand(-1, q.shape[1], -1)
+        parts.append(attend(mine, keys, keys[..., :latent], scale))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("heads", "latent", "page_size"), [(16, 512, 16), (3, 40, 1), (20, 64, 64), (128, 96, 8)])
+def test_absorbed(any_library: Library, dtype: torch.dtype, heads: int, latent: int, page_size: int) -> None:
+    mla = CpuMLA(any_library)
+    queries, size = paged_queries(LENS, page_size)
+    cache = filled_cache(queries, size, latent + ROTARY, dtype=dtype)
+    q = normal(queries.num_tokens, heads, latent + ROTARY, dtype=dtype)
+    plan = mla.plan(AttentionBatch(queries, None))
+    scale = 0.7 * (latent + ROTARY) ** -0.5
+    close(mla.absorbed(q, cache, queries, scale, plan), _absorbed_want(q, cache, queries, scale, latent), 2)
+
+
+def test_absorbed_other_rotary_width_and_strided_queries(any_library: Library, dtype: torch.dtype) -> None:
+    mla = CpuMLA(any_library)
+    queries, size = paged_queries([(2, 90), (1, 5)])
+    cache = filled_cache(queries, size, 33, dtype=dtype)
+    q = normal(3, 2, 50, dtype=dtype)[..., 11:44]
+    got = mla.absorbed(q, cache, queries, 0.2, None, value_width=27)
+    close(got, _absorbed_want(q, cache, queries, 0.2, 27), 2)
+
+
+def test_absorbed_bits_do_not_depend_on_batch_or_pages(any_library: Library, dtype: torch.dtype) -> None:
+    mla = CpuMLA(any_library)
+    queries, size = paged_queries(LENS, 16)
+    cache = filled_cache(queries, size, 128, dtype=dtype)
+    q = normal(queries.num_tokens, 16, 128, dtype=dtype)
+    whole = mla.absorbed(q, cache, queries, 0.1, None).split(queries.query_lens)
+    for request, mine in enumerate(q.split(queries.query_lens)):
+        alone = only(queries, request)
+        assert torch.equal(mla.absorbed(mine, cache, alone, 0.1, None), whole[request])
+        first = slice(0, 1)
+        alone = only(queries, request, first)
+        assert torch.equal(mla.absorbed(mine[first], cache, alone, 0.1, None), whole[request][first])
+    with threads(1):
+        again = mla.absorbed(q, cache, queries, 0.1, None)
+    assert torch.equal(again, torch.cat(whole))
+    moved, size = paged_queries(LENS, 1, shuffle=False)
+    other = torch.full((size, 128), float("nan"), dtype=dtype)
+    for request in range(len(LENS)):
+        other[slots_of(moved, request)] = cache[slots_of(queries, request)]
+    assert torch.equal(mla.absorbed(q, other, moved, 0.1, None), again)
+
+
+def test_gather(library: Library, dtype: torch.dtype) -> None:
+    mla = CpuMLA(library)
+    queries, size = paged_queries(LENS, 16)
+    cache = filled_cache(queries, size, 72, dtype=dtype)
+    want = torch.cat([cache[slots_of(queries, r)] for r in range(len(LENS))])
+    assert torch.equal(mla.gather_latent(cache, queries, None), want)
+
+
+def _expanded_want(q: Tensor, kv: Tensor, rope: Tensor, queries: PagedQueries, scale: float) -> Tensor:
+    nope = q.shape[2] - rope.shape[1]
+    parts = []
+    contexts = zip(kv.split(queries.context_lens), rope.split(queries.context_lens))
+    for mine, (keys, tail) in zip(q.split(queries.query_lens), contexts):
+        k = torch.cat((keys[..., :nope], tail.unsqueeze(1).expand(-1, q.shape[1], -1)), -1)
+        parts.append(attend(mine, k, keys[..., nope:], scale))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("nope", "rotary", "value"), [(128, 64, 128), (32, 16, 48), (21, 10, 19)])
+def test_expanded(any_library: Library, dtype: torch.dtype, nope: int, rotary: int, value: int) -> None:
+    mla = CpuMLA(any_library)
+    lens = [(1, 1), (200, 200), (37, 600), (1, 65), (130, 1024)]
+    queries, _ = paged_queries(lens)
+    context = queries.num_context_tokens
+    q, kv = normal(queries.num_tokens, 3, nope + rotary, dtype=dtype), normal(context, 3, nope + value, dtype=dtype)
+    rope = normal(context, rotary + 6, dtype=dtype)[:, 3 : 3 + rotary]
+    plan = mla.plan(AttentionBatch(None, queries))
+    got = mla.expanded(q, kv, rope, queries, 0.1, plan)
+    close(got, _expanded_want(q, kv, rope, queries, 0.1), 2)
+    with threads(1):
+        assert torch.equal(mla.expanded(q, kv, rope, queries, 0.1, plan), got)
+    # The second request alone, and in two chunks.
+    mine, keys, tail = q[1:201], kv[1:201], rope[1:201]
+    assert torch.equal(mla.expanded(mine, keys, tail, only(queries, 1), 0.1, None), got[1:201])
+    for chunk in (slice(0, 77), slice(77, 200)):
+        some = only(queries, 1, chunk)
+        part = mla.expanded(mine[chunk], keys[: chunk.stop], tail[: chunk.stop], some, 0.1, None)
+        assert torch.equal(part, got[1:201][chunk])
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "width"), [(8, 2, 64), (6, 6, 80), (4, 1, 96), (8, 8, 128), (16, 2, 256), (3, 1, 33)]
+)
+def test_paged(any_library: Library, dtype: torch.dtype, heads: int, groups: int, width: int) -> None:
+    gqa = CpuGQA(any_library)
+    queries, size = paged_queries([*LENS, (140, 160)], 16)
+    k_cache, v_cache = (filled_cache(queries, size, groups, width, dtype=dtype) for _ in range(2))
+    q = normal(queries.num_tokens, heads, width, dtype=dtype)
+    scale = width**-0.5
+    got = gqa.paged(q, k_cache, v_cache, queries, scale, gqa.plan(AttentionBatch(queries, None)))
+    parts = []
+    for request, mine in enumerate(q.split(queries.query_lens)):
+        slots = slots_of(queries, request)
+        k, v = (cache[slots].repeat_interleave(heads // groups, 1) for cache in (k_cache, v_cache))
+        parts.append(attend(mine, k, v, scale))
+    close(got, torch.cat(parts), 2)
+    whole = got.split(queries.query_lens)
+    for request, mine in enumerate(q.split(queries.query_lens)):
+        last = slice(len(mine) - 1, len(mine))
+        alone = only(queries, request, last)
+        assert torch.equal(gqa.paged(mine[last], k_cache, v_cache, alone, scale, None), whole[request][last])
+    with threads(1):
+        assert torch.equal(gqa.paged(q, k_cache, v_cache, queries, scale, None), got)
+
+
+def test_no_requests(library: Library, dtype: torch.dtype) -> None:
+    queries, _ = paged_queries([])
+    q = torch.empty(0, 4, 96, dtype=dtype)
+    cache = torch.empty(8, 96, dtype=dtype)
+    mla, gqa = CpuMLA(library), CpuGQA(library)
+    assert mla.absorbed(q, cache, queries, 1.0, None).shape == (0, 4, 32)
+    assert mla.gather_latent(cache, queries, None).shape == (0, 96)
+    kv, rope = torch.empty(0, 4, 64, dtype=dtype), torch.empty(0, 64, dtype=dtype)
+    assert mla.expanded(q, kv, rope, queries, 1.0, None).shape == (0, 4, 32)
+    assert gqa.paged(q, cache.unsqueeze(1), cache.unsqueeze(1), queries, 1.0, None).shape == (0, 4, 96)
+
+
+def test_large_scores_do_not_overflow(library: Library, dtype: torch.dtype) -> None:
+    mla = CpuMLA(library)
+    queries, size = paged_queries([(2, 700)])
+    cache = filled_cache(queries, size, 128, dtype=dtype)
+    q = normal(2, 16, 128, dtype=dtype, scale=60.0)
+    close(mla.absorbed(q, cache, queries, 1.0, None), _absorbed_want(q, cache, queries, 1.0, 64), 4)

@@ -1,0 +1,372 @@
+"""Tiny random checkpoints of every family, drawn fresh from a seed, with a byte-level tokenizer a server can run on.
+
+Tensors come from transformers' own models, so that names and shapes are theirs and not ours. Norm weights are not 1 and
+the router bias is not 0: defaults would hide a forgotten norm or bias.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+KINDS = ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+
+VOCAB_SIZE = 320
+BOS, EOS, USER, ASSISTANT, THINK, END_THINK = range(256, 262)
+SPECIAL_TOKENS = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+)
+
+YARN = {
+    "type": "yarn",
+    "factor": 8,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_MLA: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "rope_theta": 10000.0,
+    "rope_scaling": YARN,
+}
+_GQA: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "rope_theta": 10000.0,
+}
+_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_MLA,
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **_MLA,
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "scoring_func": "softmax",
+            "routed_scaling_factor": 4.0,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        {
+            **_MLA,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "scoring_func": "softmax",
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": False,
+            "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "llama": ("Llama", {**_GQA, "rope_scaling": LLAMA3_ROPE, "num_key_value_heads": 1}),
+    "mistral": ("Mistral", {**_GQA, "sliding_window": None}),
+    "qwen2": ("Qwen2", {**_GQA, "use_sliding_window": False, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**_GQA, "head_dim": 24}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**_GQA, "head_dim": 24, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    ),
+    "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+}
+
+
+def make_checkpoint(
+    kind: str,
+    directory: str | Path,
+    seed: int = 0,
+    fp8: bool = False,
+    dtype: torch.dtype | str = torch.float32,
+    num_mtp_layers: int = 0,
+    dialect: str = "hub",
+    max_shard_bytes: int | None = None,
+    tokenizer: bool = True,
+    **overrides: Any,
+) -> Path:
+    """Writes a checkpoint directory of that kind and returns its path.
+
+    Args:
+        kind: one of `KINDS`.
+        fp8: quantise every linear of the decoder layers to e4m3 in 128 x 128 blocks (`weight_scale_inv` siblings);
+            `scale_dtype` among the overrides may be float32, ``e8m0`` or ``uint8``.
+        dtype: of the unquantised tensors.
+        num_mtp_layers: multi-token-prediction modules to add behind the last layer (DeepSeek V3).
+        dialect: ``hub`` (rope_theta + rope_scaling, torch_dtype) or ``transformers`` (rope_parameters, dtype).
+        max_shard_bytes: split into several files with an index when given.
+        overrides: fields of config.json.
+    """
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    scale_dtype = overrides.pop("scale_dtype", "float32")
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    fields = _COMMON | _FAMILY[kind][1] | overrides
+    _save_model(_FAMILY[kind][0], fields, seed, dtype, path)
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed + 1)
+    for index in range(num_mtp_layers):
+        _add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
+    if fp8:
+        tensors = quantise_fp8(tensors, scale_dtype)
+    (path / "model.safetensors").unlink()
+    write_tensors(path, tensors, max_shard_bytes)
+    _write_config(path, fields, dtype, num_mtp_layers, fp8, dialect)
+    if tokenizer:
+        write_tokenizer(path, fields["vocab_size"])
+    return path
+
+
+def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dtype, path: Path) -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**copy.deepcopy(fields))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name:
+            tensor.data = 1 + 0.2 * torch.randn_like(tensor)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.data = 0.1 * torch.randn_like(tensor)
+        elif name.endswith(".bias"):
+            tensor.data = 0.3 * torch.randn_like(tensor)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("e_score_correction_bias"):
+            parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(path)
+    torch.random.set_rng_state(state)
+
+
+def _add_mtp_layer(
+    tensors: dict[str, Tensor], num_layers: int, index: int, hidden: int, generator: torch.Generator
+) -> None:
+    source, target = f"model.layers.{num_layers - 1}.", f"model.layers.{num_layers + index}."
+    like = tensors["model.norm.weight"]
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for name in [name for name in tensors if name.startswith(source)]:
+        tensor = tensors[name]
+        tensors[name.replace(source, target)] = (tensor.float() + 0.1 * noise(*tensor.shape)).to(tensor.dtype)
+    tensors[target + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[target + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[target + "eh_proj.weight"] = (0.15 * noise(hidden, 2 * hidden)).to(like.dtype)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{target}{name}.weight"] = (1 + 0.2 * noise(hidden)).to(like.dtype)
+
+
+def is_quantised(name: str) -> bool:
+    """Which tensors FP8 checkpoints quantise: every projection of the decoder layers; not the gate, norms, eh_proj."""
+    return name.endswith(("_proj.weight", "proj_with_mqa.weight")) and "eh_proj" not in name
+
+
+def quantise_fp8(tensors: dict[str, Tensor], scale_dtype: str = "float32", block: int = 128) -> dict[str, Tensor]:
+    """e4m3 weights and their scale grids; blocks at the edges are shorter."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not is_quantised(name):
+            out[name] = tensor
+            continue
+        rows, cols = tensor.shape
+        grid = torch.empty(-(-rows // block), -(-cols // block))
+        quantised = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
+        for i in range(grid.shape[0]):
+            for j in range(grid.shape[1]):
+                part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
+                scale = tensor[part].float().abs().max().clamp(min=1e-12) / 448
+                if scale_dtype != "float32":
+                    scale = torch.exp2(torch.ceil(torch.log2(scale)))
+                grid[i, j] = scale
+                quantised[part] = (tensor[part].float() / scale).to(torch.float8_e4m3fn)
+        out[name] = quantised
+        if scale_dtype == "float32":
+            out[name + "_scale_inv"] = grid
+        else:
+            bits = (grid.log2() + 127).to(torch.uint8)
+            out[name + "_scale_inv"] = bits if scale_dtype == "uint8" else bits.view(torch.float8_e8m0fnu)
+    return out
+
+
+def dequantise_fp8(
+    tensors: dict[str, Tensor], block: int = 128, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The same checkpoint in plain floats: written independently of the engine's loader, as an oracle's input."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        scale = tensors.get(name + "_scale_inv")
+        if scale is None:
+            out[name] = tensor
+            continue
+        if scale.dtype == torch.uint8:
+            scale = torch.exp2(scale.float() - 127)
+        whole = scale.float().repeat_interleave(block, 0).repeat_interleave(block, 1)
+        out[name] = (tensor.float() * whole[: tensor.shape[0], : tensor.shape[1]]).to(dtype)
+    return out
+
+
+def dequantised_copy(source: Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint directory with the FP8 weights of `source` dequantised and quantization_config dropped."""
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(file)
+    write_tensors(path, dequantise_fp8(tensors, dtype=dtype))
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    return path
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], max_shard_bytes: int | None = None) -> None:
+    """One model.safetensors, or shards and an index when a limit is given (scales in other shards than weights)."""
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if max_shard_bytes is None:
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name in sorted(tensors, key=lambda n: (n.endswith("_scale_inv"), n)):
+        size = tensors[name].numel() * tensors[name].element_size()
+        if filled and filled + size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensors[name]
+        filled += size
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _write_config(
+    path: Path, fields: dict[str, Any], dtype: torch.dtype, num_mtp_layers: int, fp8: bool, dialect: str
+) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config["num_nextn_predict_layers"] = num_mtp_layers
+    if not num_mtp_layers:
+        del config["num_nextn_predict_layers"]
+    name = str(dtype).removeprefix("torch.")
+    if dialect == "hub":
+        for key in ("rope_parameters", "dtype", "head_dim", "transformers_version"):
+            config.pop(key, None)
+        config |= {key: value for key, value in fields.items() if key != "initializer_range"}
+        config["torch_dtype"] = name
+    else:
+        config["dtype"] = name
+        config |= {k: fields[k] for k in ("topk_method", "scoring_func", "moe_layer_freq") if k in fields}
+    if fp8:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    (path / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": fields["bos_token_id"], "eos_token_id": fields["eos_token_id"]})
+    )
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] }}"
+    "{% elif message['role'] == 'user' %}<｜User｜>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}<｜Assistant｜>{{ message['content'] }}<｜end▁of▁sentence｜>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+
+
+def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """A byte-level tokenizer: ids 0..255 are bytes (in the byte-level alphabet's order), then the special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    fillers = [f"<|extra_{i}|>" for i in range(len(alphabet) + len(SPECIAL_TOKENS), vocab_size)]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in fillers])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[1],
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))

@@ -1,0 +1,136 @@
+"""Drives a model by hand: one `ForwardBatch` a step, with slots, rows and groups chosen by the test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels import backends as backends_module
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.device import Need, cpu_device
+from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.config import ModelConfig, load_model_config
+from moe_engine.models.loader import load_model
+
+
+def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32", page_size: int = 1) -> Backends:
+    """The given row of every family. Raises ValueError where it cannot run here."""
+    need = Need(dtype=dtype, attention=config.attention.kind, page_size=page_size)
+    asked = dict.fromkeys(("attention", "experts", "linear", "ops"), row)
+    return backends_module.build(backends_module.choose(cpu_device(), need, asked))
+
+
+def load(path: Path, row: str = "torch", dtype: str = "float32", **options: Any) -> Stepper:
+    """A stepper over the checkpoint in `path`; `options` go to the model, `page_size` and `seed` to the stepper."""
+    page_size, seed = options.pop("page_size", 1), options.pop("seed", 0)
+    config = load_model_config(path)
+    backends = make_backends(config, row, dtype, page_size)
+    model = load_model(path, config, dtype, "cpu", backends, **options)
+    return Stepper(model, config, backends, getattr(torch, dtype), page_size=page_size, seed=seed)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Next tokens of a sequence; `decode` puts it into the decode group (MLA: the absorbed form)."""
+
+    sequence: int
+    tokens: list[int]
+    decode: bool
+
+
+class Stepper:
+    """Holds the KV pool and the slot table, shuffled by `seed` so that nothing relies on neighbouring slots."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        backends: Backends,
+        dtype: torch.dtype = torch.float32,
+        max_rows: int = 8,
+        max_context: int = 256,
+        page_size: int = 1,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        self.model, self.config, self.backends, self.device = model, config, backends, device
+        self.page_size = page_size
+        generator = torch.Generator().manual_seed(seed)
+        num_pages = max_rows * max_context // page_size
+        pages = torch.randperm(num_pages, generator=generator)
+        slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size)).view(max_rows, max_context)
+        self.slot_table = slots.to(device=device, dtype=torch.int32)
+        self.row_of = torch.randperm(max_rows, generator=generator).tolist()
+        self.kv = make_kv(config, num_pages * page_size, dtype, device)
+        self.lengths = [0] * max_rows
+
+    def step(self, chunks: list[Chunk]) -> list[Tensor]:
+        """Runs one step; returns, in the order of `chunks`, the logits [len(tokens), V] of each."""
+        ordered = sorted(range(len(chunks)), key=lambda i: not chunks[i].decode)
+        batch = self.batch([chunks[i] for i in ordered])
+        logits = self.model.logits(self.model.forward(batch)).split([len(chunks[i].tokens) for i in ordered])
+        by_chunk = dict(zip(ordered, logits))
+        return [by_chunk[i] for i in range(len(chunks))]
+
+    def batch(self, chunks: list[Chunk]) -> ForwardBatch:
+        """The step's batch, decode chunks first; advances the sequences' lengths."""
+        ids, positions, slots = [], [], []
+        for chunk in chunks:
+            start = self.lengths[chunk.sequence]
+            stop = start + len(chunk.tokens)
+            ids += chunk.tokens
+            positions += range(start, stop)
+            slots.append(self.slot_table[self.row_of[chunk.sequence], start:stop])
+            self.lengths[chunk.sequence] = stop
+        attention = AttentionBatch(
+            self._queries([c for c in chunks if c.decode]), self._queries([c for c in chunks if not c.decode])
+        )
+        return ForwardBatch(
+            input_ids=torch.tensor(ids, dtype=torch.int64, device=self.device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=self.device),
+            slots=torch.cat(slots).long() if slots else torch.empty(0, dtype=torch.int64, device=self.device),
+            logits_rows=torch.arange(len(ids), device=self.device),
+            attention=attention,
+            attention_plan=self.backends.attention.plan(attention),
+            kv=self.kv,
+        )
+
+    def _queries(self, chunks: list[Chunk]) -> PagedQueries | None:
+        if not chunks:
+            return None
+        query_lens = [len(chunk.tokens) for chunk in chunks]
+        context_lens = [self.lengths[chunk.sequence] for chunk in chunks]
+        starts = [0]
+        for length in query_lens:
+            starts.append(starts[-1] + length)
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        return PagedQueries(
+            query_lens=query_lens,
+            context_lens=context_lens,
+            rows=ints([self.row_of[chunk.sequence] for chunk in chunks]),
+            query_starts=ints(starts),
+            context_lens_device=ints(context_lens),
+            slot_table=self.slot_table,
+            page_size=self.page_size,
+        )
+
+
+def make_kv(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
+    """Caches of every layer, filled with NaN: a slot that was never written must never matter."""
+    attention = config.attention
+
+    def cache(*shape: int) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    if attention.kind == "mla":
+        return [cache(num_slots, attention.cache_width) for _ in range(config.num_layers)]
+    heads, width = attention.num_kv_heads, attention.head_dim  # type: ignore[union-attr]
+    return [(cache(num_slots, heads, width), cache(num_slots, heads, width)) for _ in range(config.num_layers)]

@@ -1,0 +1,261 @@
+"""config.json of every family and dialect, contradictions, sizes, and that no torch is needed to read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, activation_dtype, load_model_config
+from tests.models.checkpoints import KINDS, make_checkpoint
+
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 163840,
+    "vocab_size": 129280,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rms_norm_eps": 1e-6,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+V2_LITE: dict[str, Any] = V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "vocab_size": 102400,
+    "num_nextn_predict_layers": None,
+    "quantization_config": None,
+    "rope_scaling": V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "eos_token_id": [128001, 128008, 128009],
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def parse(directory: Path, fields: dict[str, Any], **kwargs: Any) -> ModelConfig:
+    return load_model_config(write(directory, fields), **kwargs)
+
+
+def test_deepseek_v3_sizes(tmp_path: Path) -> None:
+    config = parse(tmp_path, V3)
+    assert config.num_parameters() == pytest.approx(671.0e9, rel=5e-4)
+    assert config.num_parameters(include_mtp=True) - config.num_parameters() == pytest.approx(11.6e9, rel=5e-3)
+    assert config.num_active_parameters() == pytest.approx(36.6e9, rel=5e-3)
+    assert config.num_kv_elements_per_token() == 576
+    assert config.kv_bytes_per_token(2) == 70_272
+    assert config.rope.attention_factor == 1.0
+    assert 192**-0.5 * config.rope.softmax_factor == pytest.approx(0.135234, rel=1e-5)
+    assert config.moe_layers == (False,) * 3 + (True,) * 58
+    assert config.quant is not None and config.quant.block == (128, 128)
+    assert config.context_length == 163840
+    assert activation_dtype(config) == "bfloat16"
+    second_kv_b = 61 * 128 * 256 * 512
+    assert config.weight_bytes(2) == pytest.approx(2 * (config.num_parameters() + second_kv_b), rel=1e-3)
+
+
+def test_deepseek_v2_lite(tmp_path: Path) -> None:
+    config = parse(tmp_path, V2_LITE)
+    assert config.num_parameters() == pytest.approx(15.71e9, rel=1e-3)
+    assert config.kv_bytes_per_token(2) == 31_104
+    assert isinstance(config.attention, MLAConfig) and config.attention.q_lora_rank is None
+    assert 192**-0.5 * config.rope.softmax_factor == pytest.approx(0.114721, rel=1e-5)
+    assert config.moe is not None and config.moe.shared_width == 2816 and config.moe.group_score is None
+
+
+def test_llama(tmp_path: Path) -> None:
+    config = parse(tmp_path, LLAMA)
+    assert config.num_parameters() == pytest.approx(8.03e9, rel=1e-3)
+    assert config.num_kv_elements_per_token() == 2 * 8 * 128
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert isinstance(config.attention, GQAConfig) and config.attention.head_dim == 128
+
+
+def test_kimi_k2_reads_as_deepseek_v3(tmp_path: Path) -> None:
+    kimi = {"model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1}
+    config = parse(tmp_path, V3 | kimi | {"num_nextn_predict_layers": 0, "architectures": None})
+    assert config.moe is not None and config.moe.num_experts == 384 and config.attention.num_heads == 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_dialects_say_the_same(tmp_path: Path, kind: str) -> None:
+    hub = load_model_config(make_checkpoint(kind, tmp_path / "hub", dialect="hub", tokenizer=False))
+    saved = load_model_config(make_checkpoint(kind, tmp_path / "saved", dialect="transformers", tokenizer=False))
+    same = {"source": "", "raw": None}
+    assert dataclasses.replace(hub, **same) == dataclasses.replace(saved, **same)  # type: ignore[arg-type]
+
+
+def test_ints_may_be_floats_and_eos_ids_are_joined(tmp_path: Path) -> None:
+    fields = V3 | {"hidden_size": 7168.0, "rope_scaling": V3["rope_scaling"] | {"factor": 40.0, "beta_fast": 32.0}}
+    path = write(tmp_path, fields, {"eos_token_id": [1, 128805]})
+    config = load_model_config(path)
+    assert config.hidden_size == 7168 and isinstance(config.hidden_size, int)
+    assert config.eos_token_ids == (1, 128805)
+
+
+def test_overrides_are_merged(tmp_path: Path) -> None:
+    overrides = {"num_hidden_layers": 4, "rope_scaling": {"factor": 2}}
+    config = parse(tmp_path, V3, overrides=overrides)
+    assert config.num_layers == len(config.moe_layers) == 4
+    assert config.rope.factor == 2 and config.rope.original_max_position == 4096
+
+
+def test_head_dim_and_kv_heads_mean_nothing_to_mla(tmp_path: Path) -> None:
+    assert parse(tmp_path, V3 | {"head_dim": 64, "num_key_value_heads": 1}).num_kv_elements_per_token() == 576
+
+
+def test_sliding_window_bounds_the_context(tmp_path: Path) -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+    assert parse(tmp_path, mistral).context_length == 4096
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096}
+    assert parse(tmp_path, qwen | {"use_sliding_window": False}).context_length == 131072
+
+
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    (V3 | {"architectures": ["FalconForCausalLM"]}, ["FalconForCausalLM", "DeepseekV3ForCausalLM", "LlamaForCausalLM"]),
+    (V3 | {"topk_method": "best"}, ["topk_method", "best", "noaux_tc"]),
+    (V3 | {"scoring_func": "tanh"}, ["scoring_func", "sigmoid"]),
+    (V3 | {"n_group": 7}, ["n_group", "7", "256"]),
+    (V3 | {"topk_group": 9}, ["topk_group", "9"]),
+    (V3 | {"num_experts_per_tok": 200}, ["num_experts_per_tok", "128"]),
+    (V3 | {"kv_lora_rank": None}, ["kv_lora_rank", "missing"]),
+    (V3 | {"hidden_size": "big"}, ["hidden_size", "whole number", "big"]),
+    (V3 | {"hidden_size": 0}, ["hidden_size", "at least 1"]),
+    (V3 | {"quantization_config": {"quant_method": "awq"}}, ["quantization_config.quant_method", "awq"]),
+    (V3 | {"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling.rope_type", "longrope", "yarn"]),
+    (V3 | {"rope_scaling": [1]}, ["rope_scaling", "object"]),
+    (V3 | {"attention_bias": True}, ["attention_bias"]),
+    (V3 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+    (LLAMA | {"num_key_value_heads": 5}, ["num_key_value_heads", "5", "32"]),
+    (LLAMA | {"hidden_size": 4097}, ["hidden_size", "4097", "32"]),
+    (LLAMA | {"eos_token_id": "stop"}, ["eos_token_id"]),
+    (LLAMA | {"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD, ids=["-".join(words[:2]) for _, words in BAD])
+def test_contradictions_name_file_and_field(tmp_path: Path, fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(tmp_path, fields)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="JSON"):
+        load_model_config(tmp_path)
+
+
+def test_activation_dtype(tmp_path: Path) -> None:
+    llama = parse(tmp_path, LLAMA)
+    wide = dataclasses.replace(llama, checkpoint_dtype="float32")
+    half = dataclasses.replace(llama, checkpoint_dtype="float16")
+    assert [activation_dtype(c) for c in (llama, wide, half)] == ["bfloat16", "float32", "float16"]
+    assert activation_dtype(wide, device_kind="cuda") == "float16"
+    assert activation_dtype(wide, "bfloat16") == "bfloat16"
+    assert (
+        activation_dtype(dataclasses.replace(parse(tmp_path, V3), quant=None, checkpoint_dtype="float16")) == "bfloat16"
+    )
+    with pytest.raises(ConfigError, match="--dtype"):
+        activation_dtype(llama, "int8")
+
+
+def test_activation_estimate_grows(tmp_path: Path) -> None:
+    config = parse(tmp_path, V3)
+    small, large = (config.largest_step_activation_bytes(n, 2) for n in (128, 8192))
+    assert 0 < small < large
+    assert config.largest_step_activation_bytes(128, 2, num_logits=128) - small == 128 * config.vocab_size * 6
+
+
+def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
+    path = write(tmp_path, V3)
+    code = (
+        "import sys; from moe_engine.models import load_model_config; import moe_engine.models.registry;"
+        f"load_model_config({str(path)!r}).weight_bytes(2); assert 'torch' not in sys.modules"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

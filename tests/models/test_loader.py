@@ -1,0 +1,183 @@
+"""Loading: what is wrong with a checkpoint is said with file, tensor, expectation and finding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models.config import load_model_config
+from moe_engine.models.dummy_weights import DummyReader
+from moe_engine.models.loader import load_model
+from moe_engine.models.weights import INDEX_FILE, WeightReader
+from tests.models import stepper
+from tests.models.checkpoints import dequantise_fp8, make_checkpoint, quantise_fp8, write_tensors
+from tests.models.stepper import Chunk
+
+Tensors = dict[str, Tensor]
+
+
+def edited(path: Path, edit: Callable[[Tensors], object]) -> Path:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def fails(path: Path, *words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        stepper.load(path)
+    for word in words:
+        assert word in str(caught.value), f"{word!r} not in: {caught.value}"
+
+
+GATE = "model.layers.1.mlp.gate.weight"
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    fails(edited(make_checkpoint("deepseek_v3", tmp_path), lambda t: t.pop(GATE)), GATE, "missing", "[16, 64]")
+
+
+def test_leftover_tensor(tmp_path: Path) -> None:
+    path = edited(make_checkpoint("deepseek_v3", tmp_path), lambda t: t.update({"model.extra.weight": torch.ones(2)}))
+    fails(path, "model.extra.weight", "belong to no layer", "model.safetensors")
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    path = edited(make_checkpoint("deepseek_v3", tmp_path), lambda t: t.update({O_PROJ: torch.ones(64, 50)}))
+    fails(path, O_PROJ, "[64, 50]", "[64, 48]", "model.safetensors")
+
+
+def test_wrong_dtype(tmp_path: Path) -> None:
+    path = edited(make_checkpoint("llama", tmp_path), lambda t: t.update({O_PROJ: t[O_PROJ].to(torch.int8)}))
+    fails(path, O_PROJ, "int8", "bfloat16")
+
+
+def test_fp8_without_scale(tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path, fp8=True)
+    fails(edited(path, lambda t: t.pop(O_PROJ + "_scale_inv")), O_PROJ, "float8_e4m3fn", "weight_scale_inv")
+
+
+def test_fp8_scale_of_wrong_grid(tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path, fp8=True)
+    name = O_PROJ + "_scale_inv"
+    fails(edited(path, lambda t: t.update({name: torch.ones(2, 1)})), name, "[2, 1]", "[1, 1]")
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1000])
+    fails(path, "model.safetensors", "truncated", str(len(content) - 1000))
+    file.write_bytes(content[:5])
+    fails(path, "model.safetensors", "truncated")
+    file.write_bytes((1 << 20).to_bytes(8, "little") + b"{" * (1 << 20))
+    fails(path, "broken safetensors header")
+
+
+def test_no_files_and_absent_shards(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, max_shard_bytes=100_000)
+    shard = path / "model-00002-of-00006.safetensors"
+    assert shard.is_file()
+    content = shard.read_bytes()
+    shard.unlink()
+    fails(path, INDEX_FILE, shard.name, "download")
+    shard.write_bytes(content)
+    index = json.loads((path / INDEX_FILE).read_text())
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["lm_head.weight"]
+    (path / INDEX_FILE).write_text(json.dumps(index))
+    fails(path, "model.norm.weight", index["weight_map"]["lm_head.weight"])
+    (path / INDEX_FILE).write_text("[]")
+    fails(path, INDEX_FILE, "broken index")
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    fails(path, "no *.safetensors", "dummy")
+
+
+def test_shards_equal_one_file(tmp_path: Path) -> None:
+    one = stepper.load(make_checkpoint("deepseek_v3", tmp_path / "one"))
+    many = stepper.load(make_checkpoint("deepseek_v3", tmp_path / "many", max_shard_bytes=50_000))
+    chunk = [Chunk(0, [1, 2, 3], False)]
+    assert torch.equal(one.step(chunk)[0], many.step(chunk)[0])
+
+
+def test_mtp_and_rotary_tensors_are_passed_over(tmp_path: Path) -> None:
+    plain = stepper.load(make_checkpoint("deepseek_v3", tmp_path / "plain"))
+    path = make_checkpoint("deepseek_v3", tmp_path / "mtp", num_mtp_layers=2)
+    edited(path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    with_mtp = stepper.load(path)
+    assert with_mtp.config.num_nextn_predict_layers == 2
+    chunk = [Chunk(0, [1, 2, 3], False)]
+    assert torch.equal(plain.step(chunk)[0], with_mtp.step(chunk)[0])
+
+
+def test_tied_head_in_the_file_is_passed_over(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen2", tmp_path)
+    edited(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    stepper.load(path)
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "e8m0", "uint8"])
+def test_slices_of_a_quantised_weight(tmp_path: Path, scale_dtype: str) -> None:
+    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    tensors = quantise_fp8({"x_proj.weight": weight}, scale_dtype)
+    write_tensors(tmp_path, tensors)
+    want = dequantise_fp8(tensors)["x_proj.weight"]
+    for rows, cols in ((None, None), (slice(100, 290), None), (None, slice(64, 200)), (slice(130, 131), slice(5, 129))):
+        reader = WeightReader(tmp_path, torch.float32)
+        got = reader.linear("x_proj", (300, 200), rows=rows, cols=cols)
+        assert torch.equal(got, want[rows or slice(None), cols or slice(None)])
+        reader.finish()
+
+
+def test_progress_bar_counts_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    config = load_model_config(path)
+    load_model(path, config, "auto", "cpu", stepper.make_backends(config), progress=True)
+    assert "Loading weights: 100%" in capsys.readouterr().err
+    load_model(path, config, "auto", "cpu", stepper.make_backends(config), progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_weight_bytes_is_what_is_held(tmp_path: Path) -> None:
+    for kind in ("deepseek_v3", "deepseek_v2_lite", "llama", "qwen2", "qwen3_moe"):
+        loaded = stepper.load(make_checkpoint(kind, tmp_path / kind))
+        assert loaded.model.weight_bytes == loaded.config.weight_bytes(4)  # type: ignore[attr-defined]
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path, num_hidden_layers=8, hidden_size=96)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    first, second = (stepper.load(path, load_format="dummy") for _ in range(2))
+    tokens = [Chunk(0, list(range(50)), False)]
+    logits = first.step(tokens)[0]
+    assert torch.isfinite(logits).all() and 0.1 < logits.std() < 10
+    assert torch.equal(logits, second.step(tokens)[0])
+
+
+def test_dummy_reader_slices_and_seeds() -> None:
+    reader = DummyReader(torch.bfloat16, seed=1)
+    weight = reader.tensor("a.weight", (40, 30), rows=slice(10, 20), cols=slice(0, 5))
+    assert weight.shape == (10, 5) and weight.dtype == torch.bfloat16
+    assert not torch.equal(weight, DummyReader(torch.bfloat16, seed=2).tensor("a.weight", (10, 5)))
+    assert torch.equal(reader.tensor("norm.weight", (8,), dtype=torch.float32), torch.ones(8))
+    large = reader.tensor("b.weight", (1500, 1000))
+    assert large.float().std() == pytest.approx(1000**-0.5, rel=0.02)
+
+
+def test_unknown_format_and_dtype(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    config = load_model_config(path)
+    with pytest.raises(ConfigError, match="--load-format"):
+        load_model(path, config, "auto", "cpu", stepper.make_backends(config), load_format="npz")
+    with pytest.raises(ConfigError, match="--dtype"):
+        load_model(path, config, "int4", "cpu", stepper.make_backends(config))

@@ -1,0 +1,168 @@
+"""Logits equal those of transformers' own models, on random tiny checkpoints of every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import stepper
+from tests.models.checkpoints import KINDS, LLAMA3_ROPE, YARN
+from tests.models.conftest import Oracle
+from tests.models.rows import all_rows
+from tests.models.stepper import Chunk, Stepper
+
+MakeOracle = Callable[..., Oracle]
+ROWS = all_rows()
+MLA_KINDS = [kind for kind in KINDS if kind.startswith("deepseek")]
+every_row = pytest.mark.parametrize("row", ROWS)
+
+
+def assert_close(got: Tensor, want: Tensor, relative: float = 1e-4) -> None:
+    """Both the whole and the worst row agree relative to the size of the logits."""
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert error.max() < relative, f"relative error {error.max():.2e} at token {error.argmax()}"
+
+
+def whole(model: Stepper, tokens: list[int], sequence: int = 0, decode: bool = False) -> Tensor:
+    return model.step([Chunk(sequence, tokens, decode)])[0]
+
+
+@every_row
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_prompt(oracle: MakeOracle, kind: str, row: str) -> None:
+    want = oracle(kind)
+    assert_close(whole(stepper.load(want.path, row), want.tokens), want.logits)
+
+
+@every_row
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunked_prefill_then_decode(oracle: MakeOracle, kind: str, row: str) -> None:
+    want = oracle(kind)
+    model, tokens = stepper.load(want.path, row, seed=1), want.tokens
+    got = [whole(model, tokens[:37]), whole(model, tokens[37:60])]
+    got += [whole(model, [token], decode=True) for token in tokens[60:80]]
+    got += [whole(model, tokens[80:84], decode=True), whole(model, tokens[84:])]
+    assert_close(torch.cat(got), want.logits)
+
+
+@every_row
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2_lite", "llama", "qwen3"])
+def test_mixed_batch(oracle: MakeOracle, kind: str, page_size: int, row: str) -> None:
+    """Prefill, chunks, decode and several tokens at once, of sequences of different lengths in one step."""
+    want = oracle(kind)
+    model, tokens = stepper.load(want.path, row, seed=2, page_size=page_size), want.tokens
+    done: list[list[Tensor]] = [[], [], [], []]
+    steps = (((0, 1, False), (1, 40, False)), ((0, 1, True), (2, 5, False), (1, 3, True), (3, 70, False)))
+    steps += (((3, 20, False), (1, 47, False), (2, 1, True), (0, 2, True)),)
+    for step in steps:
+        starts = [model.lengths[sequence] for sequence, _, _ in step]
+        chunks = [Chunk(s, tokens[start : start + n], decode) for (s, n, decode), start in zip(step, starts)]
+        for chunk, logits in zip(chunks, model.step(chunks)):
+            done[chunk.sequence].append(logits)
+    for parts in done:
+        got = torch.cat(parts)
+        assert_close(got, want.logits[: got.shape[0]])
+
+
+@every_row
+@pytest.mark.parametrize("kind", MLA_KINDS)
+def test_bounded_expansion(oracle: MakeOracle, kind: str, row: str) -> None:
+    """Prefill cut into pieces, and contexts beyond the limit run in the absorbed form: the same logits."""
+    want = oracle(kind)
+    tokens = want.tokens
+    model = stepper.load(want.path, row, max_expanded_tokens=48)
+    first = model.step([Chunk(i, tokens[: 20 + i], False) for i in range(4)])
+    second = model.step(
+        [Chunk(0, tokens[20:], False), Chunk(3, tokens[23:24], True)]
+        + [Chunk(i, tokens[20 + i : 30 + i], False) for i in (1, 2)]
+    )
+    assert_close(torch.cat((first[0], second[0])), want.logits)
+    assert_close(torch.cat((first[1], second[2])), want.logits[:31])
+    assert_close(torch.cat((first[2], second[3])), want.logits[:32])
+    assert_close(torch.cat((first[3], second[1])), want.logits[:24])
+
+
+@every_row
+@pytest.mark.parametrize(("mscale", "all_dim"), [(0.707, 0.707), (1.0, 0.5), (None, None)])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
+def test_yarn(oracle: MakeOracle, kind: str, mscale: float | None, all_dim: float | None, row: str) -> None:
+    scaling = {key: value for key, value in YARN.items() if "mscale" not in key} | {"factor": 40.0}
+    if mscale is not None:
+        scaling |= {"mscale": mscale, "mscale_all_dim": all_dim}
+    want = oracle(kind, rope_scaling=scaling)
+    model = stepper.load(want.path, row)
+    assert_close(torch.cat((whole(model, want.tokens[:80]), whole(model, want.tokens[80:], decode=True))), want.logits)
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek_v3", {"rope_interleave": False}),
+    ("deepseek_v3", {"rope_scaling": None}),
+    ("deepseek_v3", {"rms_norm_eps": 1e-2}),  # the latent norms stay at 1e-6
+    ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0}),
+    ("deepseek_v3", {"qk_rope_head_dim": 64}),
+    ("deepseek_v3", {"tie_word_embeddings": True}),
+    ("deepseek_v2", {"norm_topk_prob": False, "topk_method": "greedy"}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("llama", {"rope_scaling": {**LLAMA3_ROPE, "factor": 32.0}, "num_key_value_heads": 4}),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
+    ("qwen2", {"tie_word_embeddings": False}),
+]
+
+
+@every_row
+@pytest.mark.parametrize(("kind", "overrides"), VARIANTS, ids=[f"{k}-{'-'.join(o)}" for k, o in VARIANTS])
+def test_variants(oracle: MakeOracle, kind: str, overrides: dict[str, Any], row: str) -> None:
+    want = oracle(kind, seed=5, **overrides)
+    model = stepper.load(want.path, row)
+    assert_close(torch.cat((whole(model, want.tokens[:70]), whole(model, want.tokens[70:], decode=True))), want.logits)
+
+
+FP8_DIMS = {
+    "hidden_size": 192,
+    "intermediate_size": 200,
+    "moe_intermediate_size": 136,
+    "kv_lora_rank": 144,
+    "q_lora_rank": 72,
+    "qk_nope_head_dim": 40,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_hidden_layers": 2,
+}
+
+
+@every_row
+@pytest.mark.parametrize("scale_dtype", ["float32", "e8m0", "uint8"])
+def test_fp8_blocks(oracle: MakeOracle, scale_dtype: str, row: str) -> None:
+    """Dims that no block divides; the fused q_a + kv_a and gate + up have block edges inside."""
+    want = oracle("deepseek_v3", fp8=True, scale_dtype=scale_dtype, max_shard_bytes=150_000, **FP8_DIMS)
+    model = stepper.load(want.path, row)
+    assert_close(torch.cat((whole(model, want.tokens[:70]), whole(model, want.tokens[70:], decode=True))), want.logits)
+
+
+@every_row
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3"])
+def test_bfloat16_stays_near(oracle: MakeOracle, kind: str, row: str) -> None:
+    want = oracle(kind)
+    model = stepper.load(want.path, row, dtype="bfloat16")
+    got = torch.cat((whole(model, want.tokens[:70]), whole(model, want.tokens[70:], decode=True)))
+    error = (got - want.logits).norm(dim=-1) / want.logits.norm(dim=-1)
+    assert error.median() < 0.05
+
+
+@every_row
+@pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
+def test_empty_step(oracle: MakeOracle, kind: str, row: str) -> None:
+    """A rank without work still runs its step."""
+    model = stepper.load(oracle(kind).path, row)
+    batch = model.batch([])
+    hidden = model.model.forward(batch)
+    assert hidden.shape == (0, model.config.hidden_size)
+    assert model.model.logits(hidden).shape == (0, model.config.vocab_size)

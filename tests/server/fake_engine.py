@@ -1,0 +1,120 @@
+"""A stand-in for the engine process: scripted tokens, delays and failures behind the real `EngineClient` interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.engine.client_api import EngineInfo, Health
+from moe_engine.engine.messages import AddRequest, RequestDelta
+from moe_engine.errors import EngineDeadError
+from tests.tokenizer.tiny_tokenizer import SPECIALS, make_tokenizer
+
+INFO = EngineInfo(
+    model_path="/models/tiny",
+    served_model_name="tiny",
+    model_type="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    vocab_size=make_tokenizer().vocab_size,
+    context_len=256,
+    max_total_num_tokens=1024,
+    max_req_input_len=250,
+    max_running_requests=8,
+    eos_token_ids=(SPECIALS.index("<｜end▁of▁sentence｜>"),),
+    page_size=1,
+    dtype="float32",
+)
+
+
+class FakeClient:
+    """Answers every request with `script(request)`, `per_step` tokens at a time; EOS ends it.
+
+    `delay` seconds pass before each step. `fail_after`: the engine dies after so many steps of a request.
+    `refuse`: the finish of an aborted request, sent at once. `mute`: nothing is ever sent.
+    """
+
+    def __init__(self, text: str = "Hello world, how are you today?", **info: Any) -> None:
+        self.info = replace(INFO, **info)
+        self.tokenizer = make_tokenizer()
+        self.script: Callable[[AddRequest], list[int]] = lambda _: self.tokenizer.encode(text, False) + [
+            self.info.eos_token_ids[0]
+        ]
+        self.per_step = 1
+        self.delay = 0.0
+        self.fail_after: int | None = None
+        self.refuse: dict[str, Any] | None = None
+        self.mute = False
+        self.requests: list[AddRequest] = []
+        self.running: set[str] = set()
+        self.closed_early: list[str] = []
+        self.aborts: list[tuple[str, bool]] = []
+        self.state = {"last_gen_throughput": 12.5, "cache_hit_rate": 0.25, "num_retracted": 3}
+        self.idle = True
+        self.board = Health(True, True, 7, 0.0, 0.0, 0, 0, 0)
+
+    async def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+        self.requests.append(request)
+        self.running.add(request.rid)
+        finished = False
+        try:
+            async for delta in self._deltas(request):
+                finished = delta.finish is not None
+                yield delta
+        finally:
+            self.running.discard(request.rid)
+            if not finished:
+                self.closed_early.append(request.rid)
+
+    async def _deltas(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+        if self.refuse is not None:
+            yield RequestDelta(request.rid, [], self.refuse)
+            return
+        if self.mute:
+            await asyncio.Event().wait()
+        tokens = self.script(request)
+        prompt_logprobs = None
+        if request.return_logprob and request.logprob_start is not None:
+            prompt_logprobs = [
+                self._logprob(request, t, first=i == 0)
+                for i, t in enumerate(request.prompt_ids)
+                if i >= request.logprob_start
+            ]
+        sent = 0
+        ends = (*self.info.eos_token_ids, *request.sampling["stop_token_ids"])
+        step = 0
+        while True:
+            await asyncio.sleep(self.delay)
+            if self.fail_after is not None and step >= self.fail_after:
+                raise EngineDeadError("engine core (pid 4242) was killed by SIGKILL")
+            step += 1
+            ids: list[int] = []
+            finish: dict[str, Any] | None = None
+            while len(ids) < self.per_step and finish is None:
+                ids.append(tokens[sent % len(tokens)])
+                sent += 1
+                if ids[-1] in ends and not request.sampling["ignore_eos"]:
+                    finish = {"type": "stop", "matched": ids[-1]}
+                elif sent >= request.max_new_tokens:
+                    finish = {"type": "length", "length": sent}
+            logprobs = [self._logprob(request, t) for t in ids] if request.return_logprob else None
+            yield RequestDelta(request.rid, ids, finish, logprobs, prompt_logprobs, cached_tokens=2, queue_time=0.25)
+            prompt_logprobs = None
+            if finish is not None:
+                return
+
+    def _logprob(self, request: AddRequest, token: int, *, first: bool = False) -> list[Any]:
+        top = [[token + i, -0.5 - i] for i in range(request.top_logprobs)]
+        return [token, None if first else -0.5, top, [[t, -3.0] for t in request.token_ids_logprob]]
+
+    def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
+        self.aborts.append((rid, all))
+
+    async def call(self, method: str, **args: Any) -> Any:
+        return self.idle if method == "flush_cache" else self.state
+
+    def health(self) -> Health:
+        return self.board
+
+    async def shutdown(self, *, drain: bool = True) -> None: ...

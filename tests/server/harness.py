@@ -1,0 +1,89 @@
+"""An application over the fake engine, and ways to talk to it: in process, or over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from moe_engine.engine.frontend import Frontend
+from moe_engine.server.app import create_app
+from moe_engine.server.serve import bind, serve
+from moe_engine.server.settings import ServerSettings
+from tests.server.fake_engine import FakeClient
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TEXT = "Hello world, how are you today?"
+
+
+def make_app(client: FakeClient, **settings: Any) -> Any:
+    options = ServerSettings(**settings)
+    tokenizer = None if options.skip_tokenizer_init else client.tokenizer
+    return create_app(Frontend(client, tokenizer, options.frontend()), client, options)
+
+
+def talk(client: FakeClient, session: Callable[[httpx.AsyncClient], Awaitable[Any]], **settings: Any) -> Any:
+    """Runs `session` with an in-process HTTP client."""
+
+    async def main() -> Any:
+        transport = httpx.ASGITransport(make_app(client, **settings))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return await asyncio.wait_for(session(http), 20)
+
+    return asyncio.run(main())
+
+
+def post(client: FakeClient, path: str, body: Any, *, headers: Any = None, **settings: Any) -> httpx.Response:
+    """One request. `body`: an object, or raw bytes."""
+
+    async def session(http: httpx.AsyncClient) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await http.post(path, content=content, headers=headers)
+
+    return talk(client, session, **settings)
+
+
+def get(client: FakeClient, path: str, *, headers: Any = None, **settings: Any) -> httpx.Response:
+    return talk(client, lambda http: http.get(path, headers=headers), **settings)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The objects of a stream, whose form is checked."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.endswith("data: [DONE]\n\n")
+    lines = response.text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@contextmanager
+def real_server(client: FakeClient, **settings: Any) -> Iterator[str]:
+    """uvicorn on a free port, in a thread; yields its address."""
+    app, sock = make_app(client, **settings), bind("127.0.0.1", 0)
+    ready, stop = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        task = asyncio.create_task(
+            serve(app, sock, log_level="warning", on_ready=lambda host, port: ready.set(), drain_seconds=1)
+        )
+        while not stop.is_set() and not task.done():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    host, port = sock.getsockname()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        stop.set()
+        thread.join(10)
+        sock.close()

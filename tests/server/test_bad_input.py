@@ -1,0 +1,230 @@
+"""Everything a client can get wrong is answered with 400 that names the field, and never reaches the engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import CHAT, post, talk
+
+NAN = float("nan")
+NATIVE = [
+    ({}, "text: give exactly one of text and input_ids; neither is set"),
+    ({"text": "a", "input_ids": [1]}, "text: give exactly one"),
+    ({"text": ""}, "text: the prompt is empty"),
+    ({"text": []}, "text: the prompt is empty"),
+    ({"text": ["a", ""]}, "text[1]: the prompt is empty"),
+    ({"text": 5}, "text: expected a string"),
+    ({"text": ["a", 5]}, "text[1]: expected a string, got 5"),
+    ({"text": "\ud83d"}, "text: character 0 is half of a surrogate pair"),
+    ({"input_ids": []}, "input_ids: the prompt is empty"),
+    ({"input_ids": [[1], []]}, "input_ids[1]: the prompt is empty"),
+    ({"input_ids": "1"}, "input_ids: expected a list of token ids, got str"),
+    ({"input_ids": [1, "2"]}, "input_ids[1]: expected a token id, got '2'"),
+    ({"input_ids": [1, 2.0]}, "input_ids[1]: expected a token id"),
+    ({"input_ids": [True]}, "input_ids[0]: expected a token id"),
+    ({"input_ids": [[1], 2]}, "input_ids[1]: expected a list"),
+    ({"input_ids": [-1]}, "input_ids[0]: token id -1 is outside the vocabulary"),
+    ({"input_ids": [[5], [10**6]]}, "input_ids[1][0]: token id 1000000 is outside"),
+    ({"input_ids": [10**30]}, "is outside the vocabulary"),
+    ({"input_ids": [5] * 256}, "The input (256 tokens) is longer than the model's context length (256 tokens)."),
+    ({"input_ids": [5] * 252}, "Input length (252 tokens) exceeds the maximum allowed length (250 tokens)."),
+    ({"text": "a b" * 100_000}, "is longer than the model's context length (256 tokens)."),
+    ({"input_ids": [5] * 200, "sampling_params": {"max_new_tokens": 100}}, "You requested a total of 300 tokens: 200"),
+    ({"text": "a", "sampling_params": 5}, "sampling_params: expected an object"),
+    ({"text": "a", "sampling_params": {"temperature": NAN}}, "sampling_params.temperature: must be a finite number"),
+    ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature: must be in"),
+    ({"text": "a", "sampling_params": {"top_p": "x"}}, "sampling_params.top_p: expected a number"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"top": 1}}, "sampling_params.top: unknown field"),
+    ({"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex: not available yet"),
+    ({"text": "a", "sampling_params": {"stop_token_ids": [99999]}}, "sampling_params.stop_token_ids: token id 99999"),
+    ({"text": "a", "sampling_params": {"logit_bias": {"99999": 1}}}, "sampling_params.logit_bias: token id 99999"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params: 1 objects for 2 prompts"),
+    ({"text": ["a", "b"], "sampling_params": [{}, {"n": 0}]}, "sampling_params[1].n"),
+    ({"text": "a", "rid": 5}, "rid: expected a string"),
+    ({"text": "a", "rid": ""}, "rid: expected a string that is not empty"),
+    ({"text": "a", "rid": "x" * 300}, "rid: 300 characters long; at most 256"),
+    ({"text": "a", "rid": "a\nb"}, "rid: "),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: the same id twice"),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid: 1 ids for 2 prompts"),
+    ({"text": "a", "stream": "yes"}, "stream: expected true or false"),
+    ({"text": "a", "return_logprob": 1}, "return_logprob: expected true or false"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": 99}, "logprob_start_len: 99 is beyond the prompt"),
+    ({"text": "a", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num: must be in"),
+    ({"text": "a", "return_logprob": True, "token_ids_logprob": ["x"]}, "token_ids_logprob[0]: expected a token id"),
+    ({"text": "a", "priority": "high"}, "priority: expected an integer"),
+    ({"text": "a", "extra_key": 5}, "extra_key: expected a string"),
+    ({"text": "a", "image_data": "x"}, "image_data: not available yet"),
+    ({"text": "a", "lora_path": "x"}, "lora_path: not available yet"),
+    ({"text": "a", "data_parallel_rank": 3}, "data_parallel_rank: this server has one"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), NATIVE)
+@pytest.mark.parametrize("stream", [False, True])
+def test_generate(body, message, stream):
+    client = FakeClient()
+    response = post(client, "/generate", {"stream": stream, **body})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert client.requests == []
+
+
+def chat(**fields):
+    return {**CHAT, **fields}
+
+
+OPENAI = [
+    ("chat/completions", {}, "messages", "messages: is required"),
+    ("chat/completions", {"messages": []}, "messages", "messages: expected a list with at least one message"),
+    ("chat/completions", {"messages": "hi"}, "messages", "messages: expected array, got str"),
+    ("chat/completions", {"messages": ["hi"]}, "messages[0]", "messages[0]: expected an object"),
+    ("chat/completions", {"messages": [{"role": "x"}]}, "messages[0].role", "messages[0].role: must be one of"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
+    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "expected a string"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+        "only 'text' parts",
+    ),
+    ("chat/completions", chat(temperature="hot"), "temperature", "temperature: expected a number"),
+    ("chat/completions", chat(temperature=NAN), "temperature", "temperature: must be a finite number"),
+    ("chat/completions", chat(max_tokens="5"), "max_tokens", "max_tokens: expected an integer"),
+    ("chat/completions", chat(max_completion_tokens=-5), "max_tokens", "max_tokens: must be in"),
+    ("chat/completions", chat(max_tokens=10_000), "max_new_tokens", "maximum context length of 256 tokens"),
+    ("chat/completions", chat(seed="x"), "seed", "seed: expected an integer"),
+    ("chat/completions", chat(n=0), "n", "n: must be in [1, 128]"),
+    ("chat/completions", chat(stop=[""]), "stop", "stop: a stop string must not be empty"),
+    ("chat/completions", chat(stream="yes"), "stream", "stream: expected bool, got str"),
+    ("chat/completions", chat(logprobs=5), "logprobs", "logprobs: expected bool, got int"),
+    ("chat/completions", chat(top_logprobs=5), "top_logprobs", "top_logprobs: needs logprobs: true"),
+    ("chat/completions", chat(logprobs=True, top_logprobs=1000), "top_logprobs", "top_logprobs: must be in"),
+    ("chat/completions", chat(tool_choice="required"), "tool_choice", "required is not available yet"),
+    ("chat/completions", chat(tool_choice={"type": "function"}), "tool_choice", "a named function is not available"),
+    ("chat/completions", chat(tools=[{"type": "x"}]), "tools[0].type", "only 'function'"),
+    ("chat/completions", chat(tools=[{"function": {}}]), "tools[0].function.name", "expected a string"),
+    ("chat/completions", chat(response_format={"type": "json_object"}), "response_format", "not available yet"),
+    ("chat/completions", chat(chat_template_kwargs={"messages": 1}), "chat_template_kwargs.messages", "leave it out"),
+    ("chat/completions", chat(continue_final_message=True), "continue_final_message", "must be the assistant's"),
+    ("chat/completions", chat(stream_options=5), "stream_options", "expected object, got int"),
+    ("completions", {}, "prompt", "prompt: is required"),
+    ("completions", {"prompt": None}, "prompt", "prompt: expected a string"),
+    ("completions", {"prompt": ""}, "prompt", "prompt: the prompt is empty"),
+    ("completions", {"prompt": []}, "prompt", "prompt: the prompt is empty"),
+    ("completions", {"prompt": ["a", 1]}, "prompt[1]", "prompt[1]: expected a string"),
+    ("completions", {"prompt": [1, "a"]}, "prompt", "prompt[1]: expected a token id"),
+    ("completions", {"prompt": [1, 10**6]}, "prompt", "prompt[1]: token id 1000000 is outside"),
+    ("completions", {"prompt": "a", "logprobs": 1000}, "logprobs", "logprobs: must be in"),
+    ("completions", {"prompt": "a", "json_schema": "{}"}, "json_schema", "not available yet"),
+    ("completions", {"prompt": "a", "lora_path": "x"}, "lora_path", "not available yet"),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "key 'x' is not a token id"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), OPENAI)
+def test_openai(path, body, param, message):
+    client = FakeClient()
+    response = post(client, f"/v1/{path}", body)
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert error["object"] == "error"
+    assert message in error["message"]
+    assert error["param"] == param
+    assert error["error"] == {k: error[k] for k in ("message", "type", "param", "code")}
+    assert client.requests == []
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"text": ', "not valid JSON"),
+        (b"", "the request body is empty"),
+        (b"[1]", "must be a JSON object, not an array"),
+        (b"null", "must be a JSON object, not null"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 200_000, "not valid JSON"),
+    ],
+)
+def test_bodies_that_are_no_object(path, body, message):
+    response = post(FakeClient(), path, body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_large_body_is_refused_unread():
+    response = post(FakeClient(), "/generate", b"x" * 2000, max_body_bytes=1000)
+    assert response.status_code == 413
+    read = 0
+
+    async def endless():
+        nonlocal read
+        while True:
+            read += 1
+            yield b"x" * 600
+
+    async def session(http):
+        return await http.post("/v1/completions", content=endless())
+
+    response = talk(FakeClient(), session, max_body_bytes=1000)
+    assert response.status_code == 413
+    assert "1000 bytes" in response.json()["message"]
+    assert read <= 3
+
+
+def test_unknown_model():
+    client = FakeClient()
+    response = post(client, "/v1/chat/completions", chat(model="gpt-4"))
+    assert response.status_code == 404
+    assert response.json()["code"] == "model_not_found"
+    assert "'gpt-4' does not exist; this server has 'tiny'" in response.json()["message"]
+    for name in ("tiny", "default", "/models/tiny", None):
+        assert post(client, "/v1/chat/completions", chat(model=name)).status_code == 200
+    assert post(client, "/v1/chat/completions", chat(model="tiny"), served_model_name="other").status_code == 404
+
+
+def test_template_refusal_and_no_template():
+    client = FakeClient()
+    response = post(client, "/v1/chat/completions", {"messages": [{"role": "developer", "content": "x"}]})
+    assert response.status_code == 400
+    assert "unknown role developer" in response.json()["message"]
+    own, client.tokenizer.chat_template = client.tokenizer.chat_template, None
+    try:
+        response = post(client, "/v1/chat/completions", CHAT)
+    finally:
+        client.tokenizer.chat_template = own
+    assert response.status_code == 400
+    assert "--chat-template" in response.json()["message"]
+
+
+def test_one_bad_request_does_not_touch_the_others():
+    import asyncio
+
+    client = FakeClient()
+    client.delay = 0.002
+
+    async def session(http):
+        good = [http.post("/generate", json={"text": "a"}) for _ in range(5)]
+        bad = [http.post("/generate", content=json.dumps({"text": "a", "sampling_params": {"n": "x"}}))] * 1
+        return await asyncio.gather(*good, *bad)
+
+    codes = [r.status_code for r in talk(client, session)]
+    assert codes == [200] * 5 + [400]
+
+
+def test_unexpected_exceptions_become_500():
+    client = FakeClient()
+
+    def broken(request):
+        raise ZeroDivisionError("boom")
+
+    client.script = broken
+    response = post(client, "/v1/chat/completions", CHAT)
+    assert response.status_code == 500
+    assert "ZeroDivisionError: boom" in response.json()["error"]["message"]
+    response = post(client, "/generate", {"text": "a", "stream": True})
+    assert response.status_code == 500

@@ -1,0 +1,237 @@
+"""`Frontend` by itself: outputs, streams, stop strings, batches, limits, abort and failure."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moe_engine.engine.frontend import Frontend, FrontendSettings
+from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.errors import EngineDeadError, InputError
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import TEXT
+
+
+def generate(client, settings=None, **fields):
+    return asyncio.run(Frontend(client, client.tokenizer, settings).generate(GenerateInput(**fields)))
+
+
+def stream(client, settings=None, **fields):
+    async def main():
+        frontend = Frontend(client, client.tokenizer, settings)
+        return [chunk async for chunk in frontend.stream(GenerateInput(**fields))]
+
+    return asyncio.run(main())
+
+
+def test_output_shape():
+    client = FakeClient()
+    out = generate(client, text="Hello", rid="me")
+    ids = client.tokenizer.encode(TEXT, False)
+    assert out["text"] == TEXT
+    assert out["output_ids"] == [*ids, 1]
+    meta = out["meta_info"]
+    assert meta["id"] == "me"
+    assert meta["finish_reason"] == {"type": "stop", "matched": 1}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, len(ids) + 1, 2)
+    assert meta["weight_version"] == "default"
+    assert meta["total_retractions"] == 0
+    assert meta["queue_time"] == 0.25
+    assert meta["e2e_latency"] >= meta["first_token_latency"] >= 0
+    request = client.requests[0]
+    assert request.prompt_ids == client.tokenizer.encode("Hello")
+    assert request.max_new_tokens == 128
+    assert not client.running
+    assert not client.closed_early
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 5, 100])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_stop_strings_cut_the_same_whatever_the_steps(per_step, streaming):
+    client = FakeClient()
+    client.per_step = per_step
+    fields = {"text": "x", "rid": "r", "sampling_params": {"stop": ["are y", "zzz"]}}
+    if streaming:
+        chunks = stream(client, **fields)
+        out = chunks[-1]
+        assert all(out["text"].startswith(c["text"]) for c in chunks)
+    else:
+        out = generate(client, **fields)
+    assert out["text"] == "Hello world, how "
+    assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": "are y"}
+    want = next(
+        n for n in range(20) if "are y" in client.tokenizer.decode(client.tokenizer.encode(TEXT, False)[:n])
+    )
+    assert out["meta_info"]["completion_tokens"] == len(out["output_ids"]) == want
+    if per_step < 5:
+        assert client.closed_early == ["r"]  # the engine was told
+
+
+def test_no_stop_trim_keeps_the_stop_and_the_end_token_hidden():
+    sampling = {"stop": "how", "no_stop_trim": True}
+    assert generate(FakeClient(), text="x", sampling_params=sampling)["text"] == "Hello world, how"
+    whole = {"no_stop_trim": True, "skip_special_tokens": False}
+    assert generate(FakeClient(), text="x", sampling_params=whole)["text"] == TEXT + "<｜end▁of▁sentence｜>"
+    trimmed = {"skip_special_tokens": False}
+    assert generate(FakeClient(), text="x", sampling_params=trimmed)["text"] == TEXT
+
+
+def test_length_and_zero():
+    out = generate(FakeClient(), text="x", sampling_params={"max_new_tokens": 2})
+    assert out["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+    assert out["text"] == "Hello world"
+    client = FakeClient()
+    out = generate(client, text="x", sampling_params={"max_new_tokens": 0})
+    assert (out["text"], out["output_ids"]) == ("", [])
+    assert out["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert client.requests[0].max_new_tokens == 1
+
+
+def test_cumulative_and_incremental_streams():
+    for streaming in (False, True):
+        chunks = stream(FakeClient(), FrontendSettings(incremental_streaming_output=streaming), text="x")
+        texts = [c["text"] for c in chunks]
+        assert ("".join(texts) if streaming else texts[-1]) == TEXT
+        ids = [i for c in chunks for i in c["output_ids"]] if streaming else chunks[-1]["output_ids"]
+        assert ids == [*FakeClient().tokenizer.encode(TEXT, False), 1]
+        assert [c["meta_info"]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert [c["meta_info"]["completion_tokens"] for c in chunks] == list(range(1, len(chunks) + 1))
+
+
+def test_stream_interval():
+    counts = [c["meta_info"]["completion_tokens"] for c in stream(FakeClient(), FrontendSettings(4), text="x")]
+    assert counts == [1, 5, 9]
+    chunks = stream(FakeClient(), text="x", sampling_params={"stream_interval": 3})
+    assert [c["meta_info"]["completion_tokens"] for c in chunks] == [1, 4, 7, 9]
+
+
+def test_unfinished_character_at_the_end():
+    client = FakeClient("🙂")
+    ids = client.tokenizer.encode("🙂", False)
+    if len(ids) == 1:
+        pytest.skip("one token here")
+    chunks = stream(client, text="x", sampling_params={"max_new_tokens": len(ids) - 1})
+    assert [c["text"] for c in chunks[:-1]] == [""] * (len(ids) - 2)
+    assert set(chunks[-1]["text"]) == {"\ufffd"}
+
+
+def test_batch_and_n():
+    client = FakeClient()
+    prompt = "The quick brown fox jumps over the lazy dog. 0123456789" * 4
+    outs = generate(
+        client, text=[prompt, "b"], rid="r", sampling_params=[{"n": 2, "sampling_seed": 7}, {"max_new_tokens": 1}]
+    )
+    assert [o["meta_info"]["id"] for o in outs] == ["r_0_0", "r_0_1", "r_1"]
+    assert [o["meta_info"]["completion_tokens"] for o in outs] == [9, 9, 1]
+    by_rid = {r.rid: r for r in client.requests}
+    assert (by_rid["r_0_0"].seed, by_rid["r_0_1"].seed, by_rid["r_1"].seed) == (7, 8, None)
+    assert [r.rid for r in client.requests] == ["r_0_0", "r_1", "r_0_1"]  # the copy waited for the prompt
+    chunks = stream(FakeClient(), text=["a", "b"])
+    assert {c["index"] for c in chunks} == {0, 1}
+    assert [c["text"] for c in chunks if c["meta_info"]["finish_reason"]] == [TEXT, TEXT]
+
+
+def test_logprobs():
+    fields = {
+        "return_logprob": True,
+        "logprob_start_len": 1,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [5],
+        "return_text_in_logprobs": True,
+    }
+    meta = generate(FakeClient(), text="Hello world", sampling_params={"stop": "world"}, **fields)["meta_info"]
+    assert [e[2] for e in meta["input_token_logprobs"]] == ["Hello", " world"]
+    assert meta["output_token_logprobs"] == [[-0.5, e[1], t] for e, t in zip(meta["output_token_logprobs"], ["Hello", " world"])]
+    assert meta["output_token_logprobs_length"] == meta["completion_tokens"] == 2
+    assert [len(e) for e in meta["output_top_logprobs"]] == [2, 2]
+    assert [[e[:2] for e in p] for p in meta["input_token_ids_logprobs"]] == [[[-3.0, 5]], [[-3.0, 5]]]
+    first = generate(FakeClient(), text="x", return_logprob=True, logprob_start_len=0)["meta_info"]
+    assert first["input_token_logprobs"][0] == [None, 0, None]
+    assert generate(FakeClient(), text="x", return_logprob=True)["meta_info"]["input_token_logprobs"] == []
+
+
+def test_limits():
+    client = FakeClient(context_len=50, max_total_num_tokens=100, max_req_input_len=45)
+    generate(client, input_ids=[5] * 10, sampling_params={"max_new_tokens": None})
+    assert client.requests[0].max_new_tokens == 40
+    client = FakeClient(context_len=1000, max_total_num_tokens=64, max_req_input_len=63, page_size=16)
+    generate(client, input_ids=[5] * 10, sampling_params={"max_new_tokens": None})
+    assert client.requests[0].max_new_tokens == 54
+
+
+def test_auto_truncate():
+    client = FakeClient(context_len=50, max_total_num_tokens=100, max_req_input_len=45)
+    settings = FrontendSettings(allow_auto_truncate=True)
+    out = generate(client, settings, input_ids=[5] * 80, sampling_params={"max_new_tokens": 70, "ignore_eos": True})
+    assert (len(client.requests[0].prompt_ids), client.requests[0].max_new_tokens) == (45, 5)
+    assert out["meta_info"]["completion_tokens"] == 5
+    generate(client, settings, text="Hello " * 500)
+    assert len(client.requests[1].prompt_ids) == 45
+
+
+def test_ids_only():
+    client = FakeClient()
+    frontend = Frontend(client, None)
+    out = asyncio.run(frontend.generate(GenerateInput(input_ids=[5, 6])))
+    assert "text" not in out
+    assert out["output_ids"][-1] == 1
+    with pytest.raises(InputError, match="--skip-tokenizer-init"):
+        asyncio.run(frontend.generate(GenerateInput(text="x")))
+    with pytest.raises(InputError, match="stop_token_ids"):
+        asyncio.run(frontend.generate(GenerateInput(input_ids=[5], sampling_params={"stop": "x"})))
+
+
+def test_engine_death_and_refusal():
+    client = FakeClient()
+    client.fail_after = 2
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        generate(client, text=["a", "b"])
+    assert not client.running
+    client = FakeClient()
+    client.refuse = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+    with pytest.raises(InputError, match="queue is full") as info:
+        generate(client, text="a")
+    assert info.value.status == 503
+    client.refuse = {"type": "abort", "message": "Aborted", "status_code": None}
+    assert generate(client, text="a")["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_closing_a_stream_aborts_everything():
+    client = FakeClient()
+    client.delay = 0.01
+
+    async def main():
+        frontend = Frontend(client, client.tokenizer)
+        chunks = frontend.stream(GenerateInput(text=["a", "b", "c"]))
+        await anext(chunks)
+        assert frontend.num_live == 3
+        await chunks.aclose()
+        assert frontend.num_live == 0
+
+    asyncio.run(main())
+    assert len(client.closed_early) == 3
+
+
+def test_duplicate_rid_while_live():
+    client = FakeClient()
+    client.delay = 0.01
+
+    async def main():
+        frontend = Frontend(client, client.tokenizer)
+        first = frontend.stream(GenerateInput(text="a", rid="same"))
+        await anext(first)
+        with pytest.raises(InputError, match="'same' is still running"):
+            await frontend.generate(GenerateInput(text="b", rid="same"))
+        await first.aclose()
+        await frontend.generate(GenerateInput(text="b", rid="same"))
+
+    asyncio.run(main())
+
+
+def test_preferred_sampling_params():
+    client = FakeClient()
+    settings = FrontendSettings(preferred_sampling_params={"max_new_tokens": 3, "temperature": 0.5})
+    generate(client, settings, text="x", sampling_params={"temperature": 0.1})
+    assert client.requests[0].max_new_tokens == 3
+    assert client.requests[0].sampling["temperature"] == 0.1

@@ -1,0 +1,244 @@
+"""The rules of the house, kept by reading the source: who may import whom, who may touch torch, device and environment.
+
+kernels <- parallel <- models <- moe_engine.worker <- moe_engine.engine <- moe_engine.{server, cli}
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("kernels", "models", "parallel")
+MAX_LINES = 500
+MAX_FUNCTION_LINES = 80
+
+BASE = {"errors", "types", "sampling_checks"}
+# package -> what it may import of this project, besides itself
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "sampling_checks": BASE,
+    "types": BASE,
+    "logs": set(),
+    "kernels": {"errors"},
+    "parallel": {"errors", "kernels"},
+    "models": {"errors", "kernels", "parallel"},
+    "scheduler": BASE,
+    "tokenizer": BASE,
+    "config": {"errors", "kernels", "models", "tokenizer"},
+    "worker": BASE | {"kernels", "parallel", "models"},
+    "engine": BASE | {"logs", "config", "scheduler", "tokenizer", "worker", "models", "parallel", "kernels"},
+    "server": BASE | {"logs", "config", "engine", "tokenizer"},
+    "cli": BASE | {"logs", "config", "engine", "tokenizer", "kernels"},
+    "launch_server": {"cli"},
+}
+# the file that puts an engine and a server together
+EXCEPTIONS = {("moe_engine/engine/launch.py", "server")}
+
+NO_TORCH = ("scheduler", "tokenizer", "server", "types", "sampling_checks", "errors", "logs", "cli", "launch_server")
+TORCH_IN_FUNCTIONS_ONLY = ("config", "engine")
+VENDORS = {
+    "triton", "flashinfer", "flash_mla", "flash_attn", "deep_ep", "deep_gemm", "nvshmem", "sgl_kernel", "vllm", "sglang",
+}  # fmt: skip
+
+# files that may look at the accelerator, at a device's kind, at the environment: keep these lists short
+TOUCHES_CUDA = {"kernels/device.py", "moe_engine/config/machine.py", "moe_engine/worker/device_stream.py"}
+TESTS_DEVICE_TYPE = {"moe_engine/worker/device_stream.py"}
+READS_ENVIRONMENT = {"kernels/cpu/library.py", "moe_engine/config/doctor.py"}
+
+
+def package_of(path: str) -> str:
+    """``kernels/ops/cpu.py`` -> kernels, ``moe_engine/engine/core.py`` -> engine, ``moe_engine/cli.py`` -> cli."""
+    parts = Path(path).with_suffix("").parts
+    return parts[0] if parts[0] in LINKED else parts[1]
+
+
+@lru_cache
+def sources() -> dict[str, ast.Module]:
+    """Every file of the package, by its path in the repository; links are not followed twice."""
+    found = {}
+    for top in ("moe_engine", *LINKED):
+        for folder, _, files in os.walk(ROOT / top, followlinks=False):
+            for name in files:
+                if name.endswith(".py"):
+                    file = Path(folder, name)
+                    found[file.relative_to(ROOT).as_posix()] = ast.parse(file.read_text(), str(file))
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of everything imported below a node; ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def imports_on_import(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The imports that run when the module is imported: not those in functions or under TYPE_CHECKING."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            pending += node.orelse
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from imports(node)
+        pending += ast.iter_child_nodes(node)
+
+
+def project_package(name: str) -> str | None:
+    """``moe_engine.kernels.device`` -> kernels; None for other projects and for the package itself."""
+    parts = name.split(".")
+    if parts[0] != "moe_engine" or len(parts) < 2:
+        return None
+    return parts[1] if parts[1] in MAY_IMPORT else None
+
+
+def is_torch(name: str) -> bool:
+    return name.split(".")[0] in ("torch", "triton")
+
+
+def complain(found: list[str]) -> None:
+    assert not found, "\n" + "\n".join(sorted(found))
+
+
+def test_every_package_has_a_place():
+    packages = {package_of(path) for path in sources()} - {"__init__"}
+    assert packages <= set(MAY_IMPORT), packages - set(MAY_IMPORT)
+
+
+def test_import_direction():
+    found = []
+    for path, tree in sources().items():
+        own = package_of(path)
+        allowed = MAY_IMPORT.get(own, set()) | {own}
+        for name, line in imports(tree):
+            package = project_package(name)
+            if package and package not in allowed and (path, package) not in EXCEPTIONS:
+                found.append(f"{path}:{line}: {own} must not import {name}")
+    complain(found)
+
+
+def test_linked_packages_are_imported_by_their_full_name():
+    found = [
+        f"{path}:{line}: import {name} as moe_engine.{name}"
+        for path, tree in sources().items()
+        for name, line in imports(tree)
+        if name.split(".")[0] in LINKED
+    ]
+    complain(found)
+
+
+def test_who_may_import_torch():
+    found = []
+    for path, tree in sources().items():
+        package = package_of(path)
+        if package in NO_TORCH:
+            found += [
+                f"{path}:{line}: {package} must not import {name}" for name, line in imports(tree) if is_torch(name)
+            ]
+        if package in TORCH_IN_FUNCTIONS_ONLY:
+            found += [
+                f"{path}:{line}: {package} must import {name} inside a function"
+                for name, line in imports_on_import(tree)
+                if is_torch(name)
+            ]
+    complain(found)
+
+
+def test_models_know_no_vendor_and_no_kernel_language():
+    found = [
+        f"{path}:{line}: models must not import {name}"
+        for path, tree in sources().items()
+        for name, line in imports(tree)
+        if package_of(path) == "models" and name.split(".")[0] in VENDORS
+    ]
+    complain(found)
+
+
+def _attribute_chain(node: ast.AST) -> str:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name):
+        parts.append(node.id)
+    return ".".join(reversed(parts))
+
+
+def test_cuda_device_type_and_environment_live_in_few_files():
+    found = []
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            chain = _attribute_chain(node) if isinstance(node, ast.Attribute) else ""
+            if chain.startswith("torch.cuda") and path not in TOUCHES_CUDA:
+                found.append(f"{path}:{node.lineno}: torch.cuda")
+            if chain in ("os.environ", "os.getenv") and path not in READS_ENVIRONMENT:
+                found.append(f"{path}:{node.lineno}: {chain}")
+            if isinstance(node, ast.Compare) and path not in TESTS_DEVICE_TYPE:
+                sides = [_attribute_chain(side) for side in (node.left, *node.comparators)]
+                found += [f"{path}:{node.lineno}: test of {side}" for side in sides if side.endswith("device.type")]
+            if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
+                found.append(f"{path}:{node.lineno}: is_cuda")
+    complain(found)
+
+
+def test_the_short_lists_hold_nothing_superfluous():
+    for listed, words in (
+        (TOUCHES_CUDA, "torch.cuda"),
+        (TESTS_DEVICE_TYPE, "device.type"),
+        (READS_ENVIRONMENT, "os.environ"),
+    ):
+        for path in listed:
+            assert words in (ROOT / path).read_text(), f"{path} needs no place in the list for {words}"
+
+
+def test_no_file_and_no_function_is_too_long():
+    found = []
+    for path, tree in sources().items():
+        lines = len((ROOT / path).read_text().splitlines())
+        if lines > MAX_LINES:
+            found.append(f"{path}: {lines} lines; look for the second idea in it")
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    found.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
+    complain(found)
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_relative(name):
+    link = ROOT / "moe_engine" / name
+    assert link.is_symlink() and os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+
+
+def test_importing_the_front_end_loads_no_torch():
+    """At run time too: nothing the front end imports brings torch along."""
+    packages = (*NO_TORCH, *TORCH_IN_FUNCTIONS_ONLY)
+    modules = [
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in sources()
+        if package_of(path) in packages and "__main__" not in path
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {sorted(modules)!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules and 'transformers' not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,89 @@
+"""Chat templates: rendering as transformers does, the sandbox, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_engine.errors import ConfigError, InputError
+from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
+from tests.tokenizer.tiny_tokenizer import TEMPLATE, make_tokenizer
+
+TOK = make_tokenizer()
+CHAT = ChatTemplate(TEMPLATE, TOK.special_tokens)
+BOS, EOS = TOK.bos_token, TOK.eos_token
+USER = {"role": "user", "content": "hi"}
+
+
+def test_conversation():
+    messages = [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "yo"}, USER]
+    assert CHAT.render(messages) == f"{BOS}S<｜User｜>hi<｜Assistant｜>yo{EOS}<｜User｜>hi<｜Assistant｜>"
+    assert CHAT.render([USER], add_generation_prompt=False) == f"{BOS}<｜User｜>hi"
+    assert CHAT.render([USER], kwargs={"thinking": True}).endswith("<｜Assistant｜><think>")
+
+
+def test_prompt_has_one_bos():
+    assert TOK.encode(CHAT.render([USER]), False).count(0) == 1
+    assert TOK.encode(CHAT.render([USER]), True).count(0) == 1
+
+
+def test_parts_and_tools():
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert "<｜User｜>a b" in CHAT.render([parts])
+    looping = ChatTemplate("{% for p in messages[0]['content'] %}[{{ p.text }}]{% endfor %}")
+    assert looping.render([parts]) == "[a][b]"
+    assert '[{"type": "function", "é": "<b>"}]' in CHAT.render([USER], tools=[{"type": "function", "é": "<b>"}])
+
+
+def test_arguments_reach_templates_of_both_kinds():
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert f'f:{{"a": 1}}{EOS}' in CHAT.render([USER, message])
+    wants_object = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
+    assert wants_object.render([message]) == '{"a": 1}'
+
+
+def test_helpers():
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([USER]).isdigit()
+    assert ChatTemplate("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}").render([]) == "012"
+    assert ChatTemplate("{% generation %}x{% endgeneration %}y").render([]) == "xy"
+    assert ChatTemplate("{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}").render([]) == "2"
+    assert ChatTemplate({"default": "d", "tool_use": "t"}).render([], tools=[{}]) == "t"
+
+
+def test_refusals_name_messages():
+    with pytest.raises(InputError, match="unknown role judge") as info:
+        CHAT.render([{"role": "judge", "content": "x"}])
+    assert info.value.field == "messages"
+    with pytest.raises(InputError, match="cannot render"):
+        ChatTemplate("{{ messages[0].content + 1 }}").render([USER])
+    with pytest.raises(InputError, match="chat_template_kwargs.messages"):
+        CHAT.render([USER], kwargs={"messages": []})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ strftime_now.__globals__ }}",
+    ],
+)
+def test_sandbox(source):
+    template = ChatTemplate(source)
+    try:
+        assert template.render([USER]) == ""  # an unsafe attribute is undefined
+    except InputError:
+        pass
+
+
+def test_loading(tmp_path):
+    assert load_chat_template(None, None, {}) is None
+    assert load_chat_template("{{ 1 }}", "own", {}).render([]) == "1"
+    file = tmp_path / "t.jinja"
+    file.write_text("file {{ bos_token }}")
+    assert load_chat_template(str(file), "own", {"bos_token": "B"}).render([]) == "file B"
+    with pytest.raises(ConfigError, match="--chat-template nowhere"):
+        load_chat_template("nowhere", "own", {})
+    with pytest.raises(ConfigError, match="line 1"):
+        load_chat_template("{% if %}", None, {})

@@ -1,0 +1,116 @@
+"""Reasoning and tool-call parsers: whole texts, and the same in pieces of any size."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_engine.errors import ConfigError
+from moe_engine.tokenizer.reasoning import ReasoningParser, starts_inside
+from moe_engine.tokenizer.tool_calls import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    SEPARATOR,
+    ToolCallParser,
+)
+
+
+def reason(text, size, **options):
+    parser = ReasoningParser(**options)
+    reasoning = content = ""
+    for at in range(0, len(text), size):
+        r, c = parser.push(text[at : at + size])
+        reasoning, content = reasoning + r, content + c
+    r, c = parser.finish()
+    return reasoning + r, content + c
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize(
+    ("inside", "text", "want"),
+    [
+        (True, "think hard\n</think>\n\nThe answer", ("think hard", "The answer")),
+        (True, "<think>\nthink</think>x", ("think", "x")),
+        (True, "never ends <b> </thin", ("never ends <b> </thin", "")),
+        (True, "a < b </think> c </think> d", ("a < b", "c </think> d")),
+        (True, "</think>x", ("", "x")),
+        (True, "", ("", "")),
+        (False, "no tags at all", ("", "no tags at all")),
+        (False, "<think>t</think>x", ("t", "x")),
+        (False, "<thin", ("", "<thin")),
+        (False, "a <think> b", ("", "a <think> b")),
+    ],
+)
+def test_reasoning(size, inside, text, want):
+    assert reason(text, size, inside=inside) == want
+    assert reason(text, size, inside=inside, stream_reasoning=False) == want
+
+
+def test_reasoning_is_gathered():
+    parser = ReasoningParser(inside=True, stream_reasoning=False)
+    assert [parser.push(p) for p in ("a", "b", "</think>", "c")] == [("", ""), ("", ""), ("ab", ""), ("", "c")]
+
+
+def test_starts_inside():
+    assert starts_inside("deepseek-r1", "<｜Assistant｜>", {})
+    assert starts_inside("deepseek-v3", "<｜Assistant｜><think>", {})
+    assert starts_inside("deepseek-v3", "<｜Assistant｜>", {"thinking": True})
+    assert not starts_inside("deepseek-v3", "<｜Assistant｜></think>", {})
+
+
+def v31(*calls):
+    body = "".join(f"{CALL_BEGIN}{name}{SEPARATOR}{args}{CALL_END}" for name, args in calls)
+    return f"{CALLS_BEGIN}{body}{CALLS_END}"
+
+
+def v3(*calls):
+    body = "\n".join(
+        f"{CALL_BEGIN}function{SEPARATOR}{name}\n```json\n{args}\n```{CALL_END}" for name, args in calls
+    )
+    return f"{CALLS_BEGIN}{body}{CALLS_END}"
+
+
+def parse(form, text, size, names=None, **options):
+    parser = ToolCallParser(form, names, **options)
+    shown, calls = "", []
+    steps = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
+    for piece, deltas in steps:
+        shown += piece
+        for delta in deltas:
+            if delta.name is not None:
+                assert delta.id.startswith("call_")
+                assert delta.index == len(calls)
+                calls.append([delta.name, delta.arguments])
+            else:
+                calls[delta.index][1] += delta.arguments
+    return shown, [tuple(c) for c in calls]
+
+
+CALLS = [("get_weather", '{"city": "Par\\nis"}'), ("add", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 1000])
+@pytest.mark.parametrize(("form", "write"), [("deepseekv3", v3), ("deepseekv31", v31)])
+class TestToolCalls:
+    def test_text_then_calls(self, size, form, write):
+        assert parse(form, "Let me see. " + write(*CALLS), size) == ("Let me see. ", CALLS)
+
+    def test_no_calls(self, size, form, write):
+        assert parse(form, "a <｜tool b", size) == ("a <｜tool b", [])
+
+    def test_unknown_functions_are_dropped(self, size, form, write):
+        assert parse(form, write(*CALLS), size, {"add"}) == ("", CALLS[1:])
+
+    def test_one_call_only(self, size, form, write):
+        assert parse(form, write(*CALLS), size, parallel=False) == ("", CALLS[:1])
+
+    def test_cut_short(self, size, form, write):
+        text = write(CALLS[0])
+        cut = text[: text.index('is"}') + 1]
+        assert parse(form, cut, size) == ("", [("get_weather", '{"city": "Par\\ni')])
+
+
+def test_unknown_format():
+    with pytest.raises(ConfigError, match="--tool-call-parser pythonic"):
+        ToolCallParser("pythonic")

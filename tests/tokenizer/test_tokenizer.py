@@ -1,0 +1,120 @@
+"""Encoding, the BOS rule, decoding and the incremental decoders."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_engine.errors import ConfigError
+from moe_engine.tokenizer import load_tokenizer
+from moe_engine.tokenizer.detokenizer import WindowDetokenizer
+from tests.tokenizer.tiny_tokenizer import LINES, SPECIALS, make_tokenizer, save_tokenizer
+
+TOK = make_tokenizer()
+BOS, EOS = SPECIALS[0], SPECIALS[1]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_round_trip(line):
+    assert TOK.decode(TOK.encode(line)) == line
+
+
+def test_bos_once():
+    assert TOK.encode("Hello") == [0, *TOK.encode("Hello", False)]
+    assert TOK.encode(BOS + "Hello") == TOK.encode("Hello")
+    assert TOK.encode("", True) == [0]
+
+
+def test_config_overrides_add_bos(tmp_path):
+    tok = load_tokenizer(save_tokenizer(tmp_path, add_bos_token=False, add_eos_token=True))
+    assert tok.encode("Hello")[0] != 0
+    assert tok.encode("Hello")[-1] == tok.eos_id == 1
+
+
+def test_special_tokens_skipped_kept_and_picked():
+    ids = TOK.encode(f"a<｜User｜>b{EOS}", False)
+    assert TOK.decode(ids) == "ab"
+    assert TOK.decode(ids, False) == f"a<｜User｜>b{EOS}"
+    assert TOK.decode(ids, keep={TOK.token_id("<｜User｜>")}) == "a<｜User｜>b"
+    assert TOK.decode(TOK.encode("<think>x</think>", False)) == "<think>x</think>"
+
+
+def test_token_text_and_bytes():
+    ids = TOK.encode("🙂", False)
+    assert b"".join(TOK.token_bytes(i) for i in ids).decode() == "🙂"
+    assert TOK.token_text(TOK.token_id(EOS)) == EOS
+    assert TOK.token_text(TOK.vocab_size + 5) == ""
+
+
+TEXTS = st.text(alphabet=st.sampled_from("ab é你😀🙂‍👩\n<|｜▁"), max_size=40) | st.text(max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS, st.lists(st.integers(1, 5), min_size=1, max_size=40))
+def test_any_split_decodes_the_same(text, sizes):
+    ids = TOK.encode(text, False)
+    for detokenizer in (TOK.detokenizer(False), WindowDetokenizer(TOK._backend.decode, frozenset())):
+        out, at, turn = "", 0, 0
+        while at < len(ids):
+            size = sizes[turn % len(sizes)]
+            piece = detokenizer.push(ids[at : at + size])
+            assert "\ufffd" not in piece or "\ufffd" in text
+            out, at, turn = out + piece, at + size, turn + 1
+        assert out + detokenizer.flush() == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, TOK.vocab_size - 1), max_size=30), st.booleans())
+def test_any_tokens_decode_as_the_library_does(ids, skip):
+    """Also ids that make no valid UTF-8."""
+    detokenizer = TOK.detokenizer(skip)
+    out = "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
+    assert out == TOK._backend._tok.decode(ids, skip_special_tokens=skip) == TOK.decode(ids, skip)
+
+
+def test_window_keeps_the_leading_space_of_an_answer():
+    words = {1: "Hello", 2: "▁big", 3: "▁world"}
+
+    def decode(ids):  # as SentencePiece: the first blank of a text is dropped
+        return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+    detokenizer = WindowDetokenizer(decode, frozenset(), prompt_tail=[1])
+    assert [detokenizer.push([i]) for i in (2, 3, 2)] == [" big", " world", " big"]
+
+
+def test_window_shows_what_never_becomes_whole():
+    detokenizer = WindowDetokenizer(lambda ids: "\ufffd" * len(ids), frozenset())
+    out = "".join(detokenizer.push([1]) for _ in range(100))
+    assert len(out) > 90
+    assert len(detokenizer._window) <= 17
+
+
+def test_missing_or_broken_files_are_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
+        load_tokenizer(tmp_path)
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="--tokenizer-mode"):
+        load_tokenizer(tmp_path, mode="quick")
+
+
+def test_chat_template_file_wins_over_config(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("from file")
+    assert load_tokenizer(tmp_path).chat_template == "from file"
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys, moe_engine.server.app, moe_engine.server.serve, moe_engine.tokenizer, moe_engine.engine.frontend;"
+        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
