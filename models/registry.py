@@ -141,8 +141,8 @@ def _dotted(target: str | Callable[..., Any]) -> str:
     name = getattr(target, "__qualname__", "")
     if target.__module__ == "__main__" or not name.isidentifier():
         raise ConfigError(
-            f"register: the engine process cannot import {name or target!r} from {target.__module__}; put it at the top "
-            "level of a module of its own and register that, or its dotted path 'module:name'"
+            f"register: the engine process cannot import {name or target!r} from {target.__module__}; put it at the "
+            "top level of a module of its own and register that, or its dotted path 'module:name'"
         )
     return f"{target.__module__}:{name}"
 

@@ -139,7 +139,8 @@ def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> No
         commands = [
             [compiler, *flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", file] for unit, file in zip(UNITS, objects)
         ]
-        waiting, running = list(commands), []
+        waiting = list(commands)
+        running: list[tuple[subprocess.Popen[str], list[str]]] = []
         jobs = max(os.cpu_count() or 1, 1)
         while waiting or running:
             while waiting and len(running) < jobs:

@@ -61,16 +61,16 @@ class CpuExperts:
         out = torch.empty_like(x)
         if batch.layout == "grouped":
             assert batch.offsets is not None
-            sizes, capacity = batch.offsets.to(torch.int32).contiguous(), 0
-            pointers = sizes.data_ptr(), None
+            sizes = batch.offsets.to(torch.int32).contiguous()
+            offsets, counts, capacity = sizes.data_ptr(), None, 0
         elif batch.layout == "padded":
             assert batch.counts is not None
-            sizes, capacity = batch.counts.to(torch.int32).contiguous(), x.shape[1]
-            pointers = None, sizes.data_ptr()
+            sizes = batch.counts.to(torch.int32).contiguous()
+            offsets, counts, capacity = None, sizes.data_ptr(), x.shape[1]
         else:
             raise ValueError(f"unknown layout {batch.layout!r}")
         self._lib.moe_experts(
-            data.kind, x.data_ptr(), *pointers, capacity, weights.num_experts, weights.hidden, weights.width,
+            data.kind, x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden, weights.width,
             data.address, out.data_ptr(),
         )  # fmt: skip
         return out

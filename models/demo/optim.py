@@ -53,20 +53,29 @@ class Muon(torch.optim.Optimizer):
                     p.add_(u.view_as(p), alpha=-scale)
 
 
-def make_optimizers(model: nn.Module, lr: float, muon: bool = True) -> list[torch.optim.Optimizer]:
-    """Matrices inside the layers to Muon; embedding, head, router and norms to AdamW."""
-    inner, rest, norms = [], [], []
-    for name, p in model.named_parameters():
-        if p.ndim < 2:
-            norms.append(p)
-        elif muon and not name.endswith(("embed_tokens.weight", "lm_head.weight", ".gate.weight")):
-            inner.append(p)
-        else:
-            rest.append(p)
-    adam = torch.optim.AdamW(
-        [{"params": rest, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}],
-        lr=lr,
-        betas=(0.9, 0.98),
-        fused=True,
-    )
-    return [adam, Muon(inner, lr=lr, weight_decay=0.01)] if inner else [adam]
+def split(params: list[nn.Parameter], workers: int) -> list[list[nn.Parameter]]:
+    """Deal the matrices out so that every worker orthogonalises about as much."""
+    shares: list[list[nn.Parameter]] = [[] for _ in range(workers)]
+    for p in sorted(params, key=lambda p: -p.numel()):
+        min(shares, key=lambda share: sum(q.numel() for q in share)).append(p)
+    return shares
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The weights for Muon: all matrices inside the layers but the routers'."""
+    outside = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
+    return [p for name, p in model.named_parameters() if p.ndim >= 2 and not name.endswith(outside)]
+
+
+def make_optimizers(
+    model: nn.Module, lr: float, shares: list[list[nn.Parameter]], rank: int
+) -> list[torch.optim.Optimizer]:
+    """AdamW for embedding, head, routers and norms (on every worker), Muon for this worker's share of the matrices."""
+    inner = {id(p) for share in shares for p in share}
+    rest = [p for p in model.parameters() if id(p) not in inner]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": 0.01},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
+    return [adam, Muon(shares[rank], lr=lr, weight_decay=0.01)]

@@ -13,17 +13,18 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from .corpus import Packer, held_out
 from .model import DemoConfig, DemoModel, count_parameters
-from .optim import make_optimizers
+from .optim import make_optimizers, matrices, split
 from .vocabulary import train_tokenizer, write_tokenizer
 
 STEPS_PER_MINUTE = 62
@@ -37,17 +38,17 @@ class Recipe:
     steps: int
     seed: int = 0
     lr: float = 3e-3
-    warmup: int = 60
+    warmup: int = 100
     decay_steps: int = 700
-    tokens_per_step: int = 4096
+    rows: int = 8
     row_length: int = 256
+    long_rows: int = 2
     long_row_length: int = 2048
-    long_every: int = 10
+    long_every: int = 20
     mtp_weight: float = 0.3
     mtp_every: int = 2
     chain_every: int = 4
-    balance_rate: float = 2e-3
-    muon: bool = True
+    balance_rate: float = 1e-3
 
     def learning_rate(self, step: int) -> float:
         """Warm-up, plateau, then linear decay to (nearly) zero."""
@@ -100,23 +101,45 @@ def quick_score(model: DemoModel, packer: Packer, per_task: int = 48) -> dict[st
     return {task: round(sum(v) / len(v), 3) for task, v in by_task.items()}
 
 
-def save(model: DemoModel, optimizers: list[torch.optim.Optimizer], packer: Packer, folder: Path, step: int) -> None:
-    """Everything a later run needs to go on from here, written in one move."""
-    temporary = folder / "state.tmp"
-    data = {"rng": packer.rng.getstate(), "waiting": packer.waiting}
-    content = {
-        "config": model.cfg.to_dict(), "state": model.state_dict(), "step": step, "data": data,
-        "optimizers": [opt.state_dict() for opt in optimizers],
-    }  # fmt: skip
+@torch.no_grad()
+def exchange(shares: list[list[nn.Parameter]]) -> None:
+    """Send every worker the matrices that the others have updated."""
+    for owner, share in enumerate(shares):
+        flat = torch.cat([p.flatten() for p in share])
+        dist.broadcast(flat, owner)
+        if owner != dist.get_rank():
+            for p, value in zip(share, flat.split([p.numel() for p in share])):
+                p.copy_(value.view_as(p))
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """Save in one move, so that a reader never meets half a file."""
+    temporary = path.with_suffix(".tmp")
     torch.save(content, temporary)
-    temporary.replace(folder / "state.pt")
+    temporary.replace(path)
 
 
-def load(model: DemoModel, optimizers: list[torch.optim.Optimizer], packer: Packer, folder: Path) -> int:
+def save(
+    model: DemoModel, optimizers: list[torch.optim.Optimizer], packer: Packer, folder: Path, step: int, rank: int
+) -> None:
+    """Everything a later run needs to go on from here: each worker its optimizers, the first also the rest."""
+    write({"step": step, "optimizers": [opt.state_dict() for opt in optimizers]}, folder / f"optimizer-{rank}.pt")
+    if rank == 0:
+        data = {"rng": packer.rng.getstate(), "waiting": packer.waiting}
+        write(
+            {"config": model.cfg.to_dict(), "state": model.state_dict(), "step": step, "data": data},
+            folder / "state.pt",
+        )
+
+
+def load(model: DemoModel, optimizers: list[torch.optim.Optimizer], packer: Packer, folder: Path, rank: int) -> int:
     """Go on from a saved state; returns the step to begin with."""
     content = torch.load(folder / "state.pt", weights_only=False)
     model.load_state_dict(content["state"])
-    for opt, state in zip(optimizers, content["optimizers"]):
+    mine = torch.load(folder / f"optimizer-{rank}.pt", weights_only=False)
+    if mine["step"] != content["step"]:
+        raise SystemExit(f"{folder} holds files of different steps: start again without --resume")
+    for opt, state in zip(optimizers, mine["optimizers"]):
         opt.load_state_dict(state)
     packer.rng.setstate(content["data"]["rng"])
     packer.waiting = content["data"]["waiting"]
@@ -151,8 +174,9 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
     torch.manual_seed(recipe.seed)
     packer = Packer(Tokenizer.from_file(str(run.folder / "tokenizer.json")), recipe.seed + 1)
     model = DemoModel(cfg)
-    optimizers = make_optimizers(model, recipe.lr, recipe.muon)
-    first = load(model, optimizers, packer, run.folder) if run.resume else 0
+    shares = split(matrices(model), run.workers)
+    optimizers = make_optimizers(model, recipe.lr, shares, rank)
+    first = load(model, optimizers, packer, run.folder, rank) if run.resume else 0
     log = (run.folder / "log.jsonl").open("a" if run.resume else "w", encoding="utf-8") if rank == 0 else None
     if rank == 0:
         print(f"{count_parameters(model) / 1e6:.2f} M parameters, steps {first} to {recipe.steps}", flush=True)
@@ -160,11 +184,13 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
     mtp_loss = float("nan")
     for step in bar:
         long = step % recipe.long_every == recipe.long_every - 1
-        length = recipe.long_row_length if long else recipe.row_length
-        rows, weights = packer.rows(length, recipe.tokens_per_step // length, long)
+        if long:
+            rows, weights = packer.rows(recipe.long_row_length, recipe.long_rows, long)
+        else:
+            rows, weights = packer.rows(recipe.row_length, recipe.rows)
         rate = recipe.learning_rate(step)
+        model.zero_grad(set_to_none=True)
         for opt in optimizers:
-            opt.zero_grad(set_to_none=True)
             for group in opt.param_groups:
                 group["lr"] = rate
         mtp_steps = 2 if step % recipe.chain_every == 0 else int(step % recipe.mtp_every == 0)
@@ -175,13 +201,14 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in optimizers:
             opt.step()
+        exchange(shares)
         for router in model.routers()[: None if mtp else -1]:
             router.balance(recipe.balance_rate * rate / recipe.lr)
         mtp_loss = mtp[0].item() if mtp else mtp_loss
-        if rank or log is None:
-            continue
         if run.save_every and step % run.save_every == run.save_every - 1:
-            save(model, optimizers, packer, run.folder, step + 1)
+            save(model, optimizers, packer, run.folder, step + 1, rank)
+        if log is None:
+            continue
         if step % 25 == 0 or step == recipe.steps - 1:
             worst = max(float(r.load.max() / r.load.mean()) for r in model.routers())
             record = {
@@ -200,8 +227,8 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
             log.write(json.dumps(record) + "\n")
             log.flush()
             bar.set_postfix(loss=f"{main.item():.3f}", mtp=f"{mtp_loss:.3f}", imbalance=f"{worst:.2f}")
+    save(model, optimizers, packer, run.folder, recipe.steps, rank)
     if rank == 0:
-        save(model, optimizers, packer, run.folder, recipe.steps)
         print(f"{(time.time() - began) / 60:.1f} minutes", flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -217,13 +244,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--workers", type=int, default=2, help="processes that share every batch")
     parser.add_argument("--threads", type=int, default=1, help="threads of each worker")
-    parser.add_argument("--adamw", action="store_true", help="AdamW for every weight instead of Muon for the matrices")
     parser.add_argument("--resume", action="store_true", help="go on from DIR/state.pt")
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--score-every", type=int, default=250)
     args = parser.parse_args()
     steps = args.steps or round(args.minutes * STEPS_PER_MINUTE)
-    recipe = Recipe(steps=steps, seed=args.seed, lr=args.lr, muon=not args.adamw)
+    recipe = Recipe(steps=steps, seed=args.seed, lr=args.lr)
     train(
         DemoConfig(), recipe, Run(args.out, args.workers, args.threads, args.save_every, args.score_every, args.resume)
     )

@@ -13,10 +13,6 @@ from moe_engine.config.ledger import gb
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.kernels.registry import Choice
 
-SECRETS = ("api_key", "admin_api_key")
-# fields whose resolved value has another name in ResolvedConfig
-RESOLVED_NAMES = {"context_length": "context_len", "max_total_tokens": "max_total_num_tokens"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Value:
@@ -30,29 +26,16 @@ class Value:
 
 def values_of(config: ResolvedConfig) -> dict[str, list[Value]]:
     """Every field, by group, with the value that is in force."""
-    decided = {decision.name: decision for decision in config.decisions}
+    decided = {decision.name: decision.reason for decision in config.decisions}
+    values = config.flat()
     found: dict[str, list[Value]] = {}
-    for part_name, part in PARTS.items():
+    for part in PARTS.values():
         group = found.setdefault(GROUPS[part.__name__], [])
         for info in fields_of(part):
-            value = getattr(getattr(config.args, part_name), info.name)
-            if info.name in decided:
-                group.append(Value(info.name, decided[info.name].value, "auto", decided[info.name].reason))
-            elif info.name in config.args.given:
-                current = getattr(config, RESOLVED_NAMES.get(info.name, info.name), value)
-                changed = current != value and info.name in RESOLVED_NAMES
-                group.append(Value(info.name, _shown(info.name, current if changed else value), "given"))
-            else:
-                group.append(Value(info.name, _default_value(config, info.name, value), "default"))
+            name = info.name
+            origin = "auto" if name in decided else "given" if name in config.args.given else "default"
+            group.append(Value(name, values[name], origin, decided.get(name, "")))
     return found
-
-
-def _default_value(config: ResolvedConfig, name: str, value: Any) -> Any:
-    return f"embedded model, {config.model_path}" if name == "model_path" and value is None else value
-
-
-def _shown(name: str, value: Any) -> Any:
-    return "***" if name in SECRETS and value else value
 
 
 def explain_text(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> str:

@@ -226,9 +226,71 @@ _GRAPHS = [
     *_switches("the GPU backends", "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache"),
 ]
 
+_MORE = [
+    *_rows(
+        MANY_RANKS,
+        ("pp_max_micro_batch_size", None),
+        ("pp_async_batch_depth", 0),
+        ("nsa_prefill_cp_mode", None),
+        ("disaggregation_prefill_pp", 1),
+        ("disaggregation_decode_tp", None),
+        ("disaggregation_decode_dp", None),
+        ("elastic_ep_backend", None, (), ("none",)),
+        ("mooncake_ib_device", None),
+    ),
+    *_switches(
+        MANY_RANKS,
+        "enable_flashinfer_allreduce_fusion",
+        "enable_torch_symm_mem",
+        "enable_nsa_prefill_context_parallel",
+        "prefill_round_robin_balance",
+    ),
+    *_rows("sparse attention (DeepSeek V3.2)", ("nsa_prefill_backend", None), ("nsa_decode_backend", None)),
+    *_rows("sliding-window and state-space models", ("swa_full_tokens_ratio", 0.8), ("max_mamba_cache_size", None)),
+    *_switches("sliding-window and state-space models", "disable_hybrid_swa_memory"),
+    *_rows("structured output", ("reasoning_config", None)),
+    *_switches("structured output", "constrained_json_disable_any_whitespace"),
+    *_rows(
+        "multimodal models",
+        ("mm_attention_backend", None),
+        ("image_processor_backend", None),
+        ("limit_mm_data_per_request", None),
+    ),
+    *_switches("multimodal models", "keep_mm_feature_on_device", "enable_mm_global_cache"),
+    *_rows("other ways to load weights", ("model_loader_extra_config", "{}"), ("model_impl", "auto")),
+    *_switches("other ways to load weights", "weight_loader_disable_mmap", "enable_weights_cpu_backup"),
+    *_rows("rollouts for training", ("rl_on_policy_target", None), ("custom_weight_loader", None)),
+    *_switches("rollouts for training", "enable_return_hidden_states", "enable_return_routed_experts"),
+    *_rows(
+        "more metrics",
+        ("bucket_time_to_first_token", None),
+        ("bucket_inter_token_latency", None),
+        ("bucket_e2e_request_latency", None),
+        ("kv_events_config", None),
+        ("otlp_traces_endpoint", None, (), ("localhost:4317",)),
+    ),
+    *_switches(
+        "more metrics",
+        "enable_metrics_for_all_schedulers",
+        "enable_request_time_stats_logging",
+        "collect_tokens_histogram",
+        "enable_layerwise_nvtx_marker",
+    ),
+    *_rows(
+        "more of the HTTP server",
+        ("fastapi_root_path", None, (), ("",)),
+        ("ssl_keyfile", None),
+        ("ssl_certfile", None),
+        ("hf_chat_template_name", None),
+        ("tool_server", None),
+        ("crash_dump_folder", None),
+    ),
+    *_rows("process placement", ("numa_node", None), ("scheduler_recv_interval", 1)),
+]
+
 LATER: dict[str, LaterFlag] = {
     row.name: row
-    for group in (_PARALLEL, _EXPERT_BALANCE, _SPECULATION, _MEMORY, _SPLIT, _TEXT, _GRAPHS)
+    for group in (_PARALLEL, _EXPERT_BALANCE, _SPECULATION, _MEMORY, _SPLIT, _TEXT, _GRAPHS, _MORE)
     for row in group
 }
 
@@ -237,6 +299,8 @@ SATISFIED: dict[str, str] = {
     "disable_cuda_graph_padding": "there are no CUDA graphs yet: no batch is padded",
     "disable_custom_all_reduce": "one rank reduces nothing",
     "disable_outlines_disk_cache": "there is no grammar cache",
+    "skip_server_warmup": "the server sends itself no request: kernels are warm before it listens",
+    "show_time_cost": "the log always says how long the parts of a start took",
     "disable_shared_experts_fusion": "shared experts are never fused into the routed ones",
 }
 

@@ -29,4 +29,3 @@ class LoggingArgs:
     )
     enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.")
     decode_log_interval: int = flag(40, "Decode steps between two `Decode batch` lines.", metavar="STEPS")
-    show_time_cost: bool = flag(False, "Log how long the parts of start-up took.")

@@ -27,12 +27,7 @@ INPUT_MARGIN = 5
 """A prompt must leave room for so many further tokens (SGLang's margin)."""
 
 DEMO_NAME = "demo"
-BACKEND_FIELDS = {
-    "attention": "attention_backend",
-    "experts": "moe_runner_backend",
-    "linear": "linear_backend",
-    "ops": "ops_backend",
-}
+SECRETS = ("api_key", "admin_api_key")
 
 
 @dataclass(frozen=True)
@@ -99,10 +94,25 @@ class ResolvedConfig:
     def server(self) -> ServerArgs:
         return self.args.server
 
+    def flat(self) -> dict[str, Any]:
+        """All flags by name with the values in force, as SGLang's /server_info shows them. Keys are hidden."""
+        values = self.args.flat()
+        values.update({decision.name: decision.value for decision in self.decisions})
+        values.update(max_total_tokens=self.max_total_num_tokens, model_path=self.model_path)
+        for name in SECRETS:
+            values[name] = "***" if values[name] else None
+        return values
+
     @property
     def asked_backends(self) -> dict[str, str]:
         """Backend asked for by kernel family, as `kernels.backends.choose` takes it."""
-        return {family: getattr(self.args.backends, name) for family, name in BACKEND_FIELDS.items()}
+        asked = self.args.backends
+        return {
+            "attention": asked.attention_backend,
+            "experts": asked.moe_runner_backend,
+            "linear": asked.linear_backend,
+            "ops": asked.ops_backend,
+        }
 
 
 class _Record:

@@ -79,4 +79,3 @@ class ServerArgs:
     watchdog_timeout: float = flag(
         300.0, "Seconds after which a step that does not end is reported and the engine is stopped.", metavar="SECONDS"
     )
-    skip_server_warmup: bool = flag(False, "Report ready without first running a small request.")

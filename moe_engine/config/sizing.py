@@ -88,6 +88,8 @@ def size_memory(given: SizingInput) -> Sizing:
     if fits < given.min_tokens:
         raise _refusal(given, rows, limit, limit_reason, fits)
     tokens, reason = _choose_tokens(given, fits)
+    if given.mem_fraction is not None and tokens == fits:
+        _check_fraction(given, given.mem_fraction, rows)
     ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, given.page_size)
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:
@@ -102,7 +104,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     """Everything but KV, for one rank that holds the whole model."""
     shape, model = given.shape, given.model
     weights = model.weight_bytes(given.dtype_bytes)
-    detail = f"{model.num_parameters() / 1e9:.2f} B parameters as {given.dtype}"
+    detail = f"{_count(model.num_parameters())} parameters as {given.dtype}"
     if model.quant is not None:
         detail += f", {model.quant.method} dequantised while loading"
     if given.checkpoint is not None:
@@ -125,6 +127,23 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     if given.machine.device == "cpu":
         rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
     return tuple(rows)
+
+
+def _check_fraction(given: SizingInput, fraction: float, rows: tuple[LedgerRow, ...]) -> None:
+    """A share of the memory that others already use cannot be had: refuse it rather than take less in silence."""
+    total, available = given.machine.total_bytes, given.machine.available_bytes
+    others = sum(row.num_bytes for row in rows if row.name != "weights")
+    static = int(fraction * total)
+    if static + others > available:
+        most = int((available - others) / total * 1000) / 1000
+        raise ConfigError(
+            f"--mem-fraction-static {fraction:g} asks for {gb(static)} of {gb(total)} for weights and KV, and steps take "
+            f"{gb(others)} more, but only {gb(available)} are free now; use at most {most:g}, or end what uses the rest"
+        )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
 
 
 def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, str]:

@@ -43,7 +43,9 @@ class GenerateInput:
     """Special tokens that stay in the text even with skip_special_tokens (the markers of tool calls)."""
     text_field: str = "text"
     ids_field: str = "input_ids"
-    """How the client calls its prompt, for messages."""
+    sampling_field: str = "sampling_params"
+    max_tokens_field: str = "sampling_params.max_new_tokens"
+    """How the client calls these, for messages."""
 
 
 @dataclass(frozen=True, slots=True)

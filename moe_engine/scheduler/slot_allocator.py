@@ -52,6 +52,7 @@ class EpochPool:
             return None
         taken = free[-count:]
         del free[-count:]
+        taken.reverse()  # ascending where nothing was freed yet: neighbours in the pool
         return taken
 
     def give(self, ids: list[int], after_step: int) -> None:

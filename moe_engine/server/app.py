@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.frontend import Frontend, Observer
@@ -46,6 +47,7 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     app.add_exception_handler(HTTPException, _no_such_route)
     if settings.api_key or settings.admin_api_key:
         app.add_middleware(KeyCheck, api_key=settings.api_key, admin_api_key=settings.admin_api_key)
+    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -61,8 +63,11 @@ def _check_parsers(settings: ServerSettings) -> None:
 def _route(
     app: FastAPI, paths: str, handler: Handler, shape: Shape, methods: str = "GET", *, show: bool = True
 ) -> None:
+    endpoint = guarded(handler, shape)
     for path in paths.split():
-        app.add_api_route(path, guarded(handler, shape), methods=methods.split(), include_in_schema=show)
+        for method in methods.split():
+            name = f"{method.lower()}{path}"
+            app.add_api_route(path, endpoint, methods=[method], operation_id=name, include_in_schema=show)
 
 
 def _add_openai(app: FastAPI, state: ServerState) -> None:
@@ -101,7 +106,7 @@ def _add_native(app: FastAPI, state: ServerState) -> None:
     _route(app, "/flush_cache", native.flush_cache, native_body, "GET POST")
     _route(app, "/tokenize /v1/tokenize", native.tokenize, native_body, "POST")
     _route(app, "/detokenize /v1/detokenize", native.detokenize, native_body, "POST")
-    _route(app, "/health /ready /ping", control.health, native_body)
+    _route(app, "/health /ready /ping", control.health, native_body, "GET HEAD")
     _route(app, "/health_generate", control.health_generate, native_body)
     _route(app, "/model_info /get_model_info", control.model_info, native_body)
     _route(app, "/server_info /get_server_info", control.server_info, native_body)

@@ -76,6 +76,8 @@ class ChatApi:
             add_special_tokens=False,
             keep_special=parsers.keep_special,
             sampling_params=parse_openai_sampling(req, self._state.settings.sampling_defaults, max_tokens),
+            sampling_field="",
+            max_tokens_field="max_tokens",
             rid=req.rid,
             stream=bool(req.stream),
             priority=req.priority,

@@ -55,6 +55,8 @@ class CompletionsApi:
             text_field="prompt",
             ids_field="prompt",
             sampling_params=parse_openai_sampling(req, self._state.settings.sampling_defaults, max_tokens),
+            sampling_field="",
+            max_tokens_field="max_tokens",
             rid=req.rid,
             stream=bool(req.stream),
             priority=req.priority,

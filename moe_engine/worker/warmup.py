@@ -12,17 +12,11 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 def warm_up(runner: ModelRunner, *, num_tokens: int = 32) -> None:
     """Runs a prompt, a chunk behind it and a decode, greedily and sampled, all in the dummy page; leaves no trace."""
-    count = min(num_tokens, runner.rows.context_len - 3)
+    count = max(1, min(num_tokens, runner.rows.context_len - 3))
+    decode = StepPlan(number=-1, rows=[_ROW], starts=[count + 2], counts=[1], samples=[True], slots=[0], num_decodes=1)
     for sampling in (_GREEDY, _SAMPLED):
-        if count > 0:
-            runner.execute(_plan(0, count, new=_request(count, sampling)))
-            runner.execute(_plan(count, 2))
-        else:
-            runner.execute(_plan(0, 1, new=_request(1, sampling)))
-        position = max(count, 0) + 2 if count > 0 else 1
-        decode = StepPlan(
-            number=-1, rows=[_ROW], starts=[position], counts=[1], samples=[True], slots=[0], num_decodes=1
-        )
+        runner.execute(_plan(0, count, new=_request(count, sampling)))
+        runner.execute(_plan(count, 2))
         runner.execute(decode)
     runner.execute(StepPlan(number=-1, finished_rows=[_ROW]))
     runner.rows.last_token.zero_()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,14 +181,15 @@ def test_mistakes_are_explained(text, words):
 
 
 def test_keyword_mistakes():
-    for values, words in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"page_sise": 3}, "did you mean page_size"),
         ({"page_size": 1.5}, "whole number"),
         ({"page_size": True}, "whole number"),
         ({"enable_metrics": 1}, "true or false"),
         ({"model_path": 3}, "expected text"),
         ({"schedule_policy": None}, "needs a value"),
-    ]:
+    ]
+    for values, words in cases:
         with pytest.raises(ConfigError, match=words):
             EngineArgs.from_kwargs(**values)
     assert EngineArgs.from_kwargs(json_model_override_args={"a": 1}).model.json_model_override_args == '{"a": 1}'
@@ -216,3 +219,15 @@ def test_help_holds_every_field_and_hides_the_rest():
     text = build_parser().format_help()
     assert all(info.option in text for info in ALL_FIELDS)
     assert "--tp-size" not in text and "--disable-mla" not in text
+
+
+def test_no_flag_is_ignored():
+    """Each field is read somewhere outside its declaration."""
+    root = Path(__file__).resolve().parents[2]
+    declarations = {f"{name}.py" for name in PARTS} | {"contradictions.py", "explain.py", "doctor.py"}
+    files = [file for top in ("moe_engine", "models") for file in (root / top).rglob("*.py")]
+    text = "\n".join(
+        file.read_text() for file in files if not (file.parent.name == "config" and file.name in declarations)
+    )
+    ignored = [info.name for info in ALL_FIELDS if not re.search(rf"\.{info.name}\b", text)]
+    assert not ignored

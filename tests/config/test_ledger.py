@@ -58,6 +58,13 @@ def test_mem_fraction_is_weights_and_kv(resolved):
     assert resolved(mem_fraction_static=0.5).max_total_num_tokens == 256 * 2048
 
 
+def test_mem_fraction_that_others_use_is_refused(resolved):
+    text = refusal(resolved, V2_LITE, on=machine(40, 64), mem_fraction_static=0.8)
+    assert "--mem-fraction-static 0.8 asks for 51.20 GB of 64.00 GB" in text and "40.00 GB are free" in text
+    most = float(re.findall(r"use at most ([\d.]+)", text)[0])
+    assert resolved(V2_LITE, on=machine(40, 64), mem_fraction_static=most).mem_fraction_static == most
+
+
 def test_tokens_that_fit():
     assert tokens_that_fit(1000, 10, 1) == 99
     assert tokens_that_fit(1000, 10, 16) == 80
@@ -90,7 +97,7 @@ def test_too_large_a_model_names_the_sum(resolved):
 def test_too_many_tokens_names_what_fits(resolved):
     text = refusal(resolved, V2_LITE, on=machine(60, 64), max_total_tokens="4M")
     assert "--max-total-tokens 4000000 needs 115.87 GB of KV (31104 B a token)" in text
-    fits = int(re.search(r"use --max-total-tokens (\d+)", text)[1])
+    fits = int(re.findall(r"use --max-total-tokens (\d+)", text)[0])
     assert resolved(V2_LITE, on=machine(60, 64), max_total_tokens=fits).max_total_num_tokens == fits
     refusal(resolved, V2_LITE, on=machine(60, 64), max_total_tokens=fits + 1)
 

@@ -74,6 +74,13 @@ def test_pure_frozen_and_picklable(resolved):
         config.page_size = 1
 
 
+def test_flat_shows_what_is_in_force(resolved):
+    flat = resolved(api_key="secret", page_size=16).flat()
+    assert flat["page_size"] == 16 and flat["chunked_prefill_size"] == 2048 and flat["dtype"] == "bfloat16"
+    assert flat["max_total_tokens"] == 256 * 2048 and flat["device"] == "cpu" and flat["port"] == 30000
+    assert flat["api_key"] == "***" and flat["admin_api_key"] is None
+
+
 def test_float16_checkpoints(resolved):
     assert resolved({**SMALL, "torch_dtype": "float16"}).dtype == "bfloat16"
     assert resolved({**SMALL, "torch_dtype": "float32"}).dtype == "float32"

@@ -38,9 +38,9 @@ class FakeClient:
     def __init__(self, text: str = "Hello world, how are you today?", **info: Any) -> None:
         self.info = replace(INFO, **info)
         self.tokenizer = make_tokenizer()
-        self.script: Callable[[AddRequest], list[int]] = lambda _: self.tokenizer.encode(text, False) + [
-            self.info.eos_token_ids[0]
-        ]
+        self.script: Callable[[AddRequest], list[int]] = lambda _: (
+            self.tokenizer.encode(text, False) + [self.info.eos_token_ids[0]]
+        )
         self.per_step = 1
         self.delay = 0.0
         self.fail_after: int | None = None

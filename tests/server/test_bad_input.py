@@ -95,7 +95,7 @@ OPENAI = [
     ("chat/completions", chat(temperature=NAN), "temperature", "temperature: must be a finite number"),
     ("chat/completions", chat(max_tokens="5"), "max_tokens", "max_tokens: expected an integer"),
     ("chat/completions", chat(max_completion_tokens=-5), "max_tokens", "max_tokens: must be in"),
-    ("chat/completions", chat(max_tokens=10_000), "max_new_tokens", "maximum context length of 256 tokens"),
+    ("chat/completions", chat(max_tokens=10_000), "max_tokens", "maximum context length of 256 tokens"),
     ("chat/completions", chat(seed="x"), "seed", "seed: expected an integer"),
     ("chat/completions", chat(n=0), "n", "n: must be in [1, 128]"),
     ("chat/completions", chat(stop=[""]), "stop", "stop: a stop string must not be empty"),
@@ -120,6 +120,7 @@ OPENAI = [
     ("completions", {"prompt": [1, 10**6]}, "prompt", "prompt[1]: token id 1000000 is outside"),
     ("completions", {"prompt": "a", "logprobs": 1000}, "logprobs", "logprobs: must be in"),
     ("completions", {"prompt": "a", "json_schema": "{}"}, "json_schema", "not available yet"),
+    ("completions", {"prompt": "a", "stop_token_ids": [99999]}, "stop_token_ids", "stop_token_ids: token id 99999"),
     ("completions", {"prompt": "a", "lora_path": "x"}, "lora_path", "not available yet"),
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "key 'x' is not a token id"),
 ]

@@ -60,9 +60,7 @@ def test_stop_strings_cut_the_same_whatever_the_steps(per_step, streaming):
         out = generate(client, **fields)
     assert out["text"] == "Hello world, how "
     assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": "are y"}
-    want = next(
-        n for n in range(20) if "are y" in client.tokenizer.decode(client.tokenizer.encode(TEXT, False)[:n])
-    )
+    want = next(n for n in range(20) if "are y" in client.tokenizer.decode(client.tokenizer.encode(TEXT, False)[:n]))
     assert out["meta_info"]["completion_tokens"] == len(out["output_ids"]) == want
     if per_step < 5:
         assert client.closed_early == ["r"]  # the engine was told
@@ -142,7 +140,9 @@ def test_logprobs():
     }
     meta = generate(FakeClient(), text="Hello world", sampling_params={"stop": "world"}, **fields)["meta_info"]
     assert [e[2] for e in meta["input_token_logprobs"]] == ["Hello", " world"]
-    assert meta["output_token_logprobs"] == [[-0.5, e[1], t] for e, t in zip(meta["output_token_logprobs"], ["Hello", " world"])]
+    assert meta["output_token_logprobs"] == [
+        [-0.5, e[1], t] for e, t in zip(meta["output_token_logprobs"], ["Hello", " world"])
+    ]
     assert meta["output_token_logprobs_length"] == meta["completion_tokens"] == 2
     assert [len(e) for e in meta["output_top_logprobs"]] == [2, 2]
     assert [[e[:2] for e in p] for p in meta["input_token_ids_logprobs"]] == [[[-3.0, 5]], [[-3.0, 5]]]

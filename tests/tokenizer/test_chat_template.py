@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from moe_engine.errors import ConfigError, InputError
@@ -44,7 +46,10 @@ def test_arguments_reach_templates_of_both_kinds():
 
 def test_helpers():
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([USER]).isdigit()
-    assert ChatTemplate("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}").render([]) == "012"
+    assert (
+        ChatTemplate("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}").render([])
+        == "012"
+    )
     assert ChatTemplate("{% generation %}x{% endgeneration %}y").render([]) == "xy"
     assert ChatTemplate("{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}").render([]) == "2"
     assert ChatTemplate({"default": "d", "tool_use": "t"}).render([], tools=[{}]) == "t"
@@ -56,7 +61,7 @@ def test_refusals_name_messages():
     assert info.value.field == "messages"
     with pytest.raises(InputError, match="cannot render"):
         ChatTemplate("{{ messages[0].content + 1 }}").render([USER])
-    with pytest.raises(InputError, match="chat_template_kwargs.messages"):
+    with pytest.raises(InputError, match=r"chat_template_kwargs\.messages"):
         CHAT.render([USER], kwargs={"messages": []})
 
 
@@ -71,10 +76,8 @@ def test_refusals_name_messages():
 )
 def test_sandbox(source):
     template = ChatTemplate(source)
-    try:
+    with contextlib.suppress(InputError):
         assert template.render([USER]) == ""  # an unsafe attribute is undefined
-    except InputError:
-        pass
 
 
 def test_loading(tmp_path):

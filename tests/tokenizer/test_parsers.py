@@ -65,9 +65,7 @@ def v31(*calls):
 
 
 def v3(*calls):
-    body = "\n".join(
-        f"{CALL_BEGIN}function{SEPARATOR}{name}\n```json\n{args}\n```{CALL_END}" for name, args in calls
-    )
+    body = "\n".join(f"{CALL_BEGIN}function{SEPARATOR}{name}\n```json\n{args}\n```{CALL_END}" for name, args in calls)
     return f"{CALLS_BEGIN}{body}{CALLS_END}"
 
 

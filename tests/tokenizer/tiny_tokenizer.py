@@ -13,7 +13,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from moe_engine.tokenizer import Tokenizer, load_tokenizer
 from moe_engine.tokenizer.tool_calls import MARKERS
 
-SPECIALS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>", *MARKERS)
+SPECIALS = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜▁pad▁｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    *MARKERS,
+)
 PLAIN_ADDED = ("<think>", "</think>")
 
 LINES = [

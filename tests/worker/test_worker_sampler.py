@@ -89,9 +89,10 @@ def test_distribution(values: dict) -> None:
     ],
     ids=str,
 )
-def test_large_vocabulary_token_by_token(values: dict) -> None:
+@pytest.mark.parametrize(("vocab", "num_rows"), [(3000, 64), (20_000, 16)])
+def test_large_vocabulary_token_by_token(values: dict, vocab: int, num_rows: int) -> None:
     """With the uniform number known, the token follows; sums in float32 may tip one near a boundary."""
-    params, vocab, num_rows = SamplingParams(**{"temperature": 1.0} | values), 3000, 64
+    params = SamplingParams(**{"temperature": 1.0} | values)
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 2, (num_rows, vocab)).astype(np.float32))
     sampler = make([params] * num_rows, vocab)
     tokens = sampler.sample(logits, take(range(num_rows), [5] * num_rows)).numpy()

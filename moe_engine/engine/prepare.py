@@ -1,0 +1,207 @@
+"""From a client's request to sequences the engine can run: checked, tokenized, their limits settled.
+
+Every refusal happens here, before the engine hears of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from moe_engine.engine.client_api import EngineInfo
+from moe_engine.engine.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
+from moe_engine.engine.generation import Generation
+from moe_engine.engine.messages import AddRequest
+from moe_engine.errors import InputError
+from moe_engine.tokenizer.tokenizer import Tokenizer
+
+THREAD_CHARS = 4096
+"""Longer texts are tokenized beside the event loop, so that they do not hold up other requests."""
+
+
+@dataclass(frozen=True)
+class FrontendSettings:
+    """What the operator chose for all requests."""
+
+    stream_interval: int = 1
+    incremental_streaming_output: bool = False
+    allow_auto_truncate: bool = False
+    preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked request, not yet begun. `is_list`: the answer is a list (a batch, or n > 1)."""
+
+    generations: list[Generation]
+    is_list: bool
+    stream: bool
+
+
+class Preparer:
+    """Makes a `Job` of a request, or refuses it.
+
+    Args:
+        info: the engine's limits.
+        tokenizer: None with `--skip-tokenizer-init`.
+        settings: the operator's choices.
+    """
+
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, settings: FrontendSettings) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    async def prepare(self, inp: GenerateInput, live: Container[str] = ()) -> Job:
+        """Checks a request, tokenizes it and settles its limits. `live`: request ids in use.
+
+        Raises:
+            InputError: naming the field at fault and how to mend it.
+        """
+        prompts, is_batch = split_prompts(inp, self._settings.preferred_sampling_params)
+        await self._tokenize(inp, prompts)
+        for i, prompt in enumerate(prompts):
+            self._check(inp, prompt, live, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+        generations: list[Generation] = []
+        for prompt_index, prompt in enumerate(prompts):
+            for copy in range(prompt.sampling.n):
+                generations.append(self._generation(inp, prompt, prompt_index, copy, len(generations)))
+        is_list = is_batch or len(generations) > 1
+        return Job(generations, is_list, inp.stream)
+
+    async def _tokenize(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
+        texts = [p.text for p in prompts if p.text is not None]
+        if not texts:
+            return
+        if self._tokenizer is None:
+            raise InputError(
+                f"{inp.text_field}: this server runs with --skip-tokenizer-init; send input_ids", field=inp.text_field
+            )
+        if not self._settings.allow_auto_truncate:
+            limit = self._info.context_len
+            for text in texts:
+                if (least := len(text) // self._tokenizer.max_token_chars) >= limit:
+                    raise _too_long(f"at least {least}", limit)
+        if sum(map(len, texts)) > THREAD_CHARS:
+            batch = await asyncio.to_thread(self._tokenizer.encode_batch, texts, inp.add_special_tokens)
+        else:
+            batch = self._tokenizer.encode_batch(texts, inp.add_special_tokens)
+        for prompt, ids in zip(prompts, batch, strict=True):
+            if not ids:
+                raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
+            prompt.ids = ids
+
+    def _check(self, inp: GenerateInput, prompt: Prompt, live: Container[str], where: str) -> None:
+        info = self._info
+        check_token_ids(prompt.ids, info.vocab_size, where)
+        _check_vocab(prompt, info.vocab_size, inp.sampling_field)
+        if prompt.sampling.stop and self._tokenizer is None:
+            raise InputError(
+                "sampling_params.stop: needs a tokenizer, and this server runs with --skip-tokenizer-init; "
+                "use stop_token_ids",
+                field="sampling_params.stop",
+            )
+        if prompt.logprobs is not None:
+            check_token_ids(prompt.logprobs.token_ids or (0,), info.vocab_size, "token_ids_logprob")
+        if not prompt.rid_is_ours and (prompt.rid in live or f"{prompt.rid}_0" in live):
+            raise duplicate_rid(prompt.rid)
+        self._fit(prompt, inp.max_tokens_field)
+        if prompt.logprobs is not None and (prompt.logprobs.start or 0) > len(prompt.ids):
+            raise InputError(
+                f"logprob_start_len: {prompt.logprobs.start} is beyond the prompt ({len(prompt.ids)} tokens)",
+                field="logprob_start_len",
+            )
+
+    def _fit(self, prompt: Prompt, where: str) -> None:
+        """Settles `max_new_tokens`, cutting prompt and answer with --allow-auto-truncate, refusing them without."""
+        info = self._info
+        truncate = self._settings.allow_auto_truncate
+        room = min(info.context_len, info.max_total_num_tokens // info.page_size * info.page_size)
+        longest = max(1, min(info.max_req_input_len, room - 1))
+        if truncate and len(prompt.ids) > longest:
+            prompt.ids = prompt.ids[:longest]
+        count, wanted = len(prompt.ids), prompt.sampling.max_new_tokens
+        if count >= info.context_len:
+            raise _too_long(str(count), info.context_len)
+        if count > longest:
+            raise InputError(
+                f"Input length ({count} tokens) exceeds the maximum allowed length ({longest} tokens). "
+                "Use a shorter input or enable --allow-auto-truncate."
+            )
+        prompt.max_new_tokens = min(wanted, room - count) if wanted is not None and truncate else wanted or 0
+        if wanted is None:
+            prompt.max_new_tokens = room - count
+        if count + prompt.max_new_tokens > info.context_len:
+            raise InputError(
+                f"Requested token count exceeds the model's maximum context length of {info.context_len} tokens. You "
+                f"requested a total of {count + prompt.max_new_tokens} tokens: {count} tokens from the input messages "
+                f"and {prompt.max_new_tokens} tokens for the completion. Please reduce the number of tokens in the "
+                "input messages or the completion to fit within the limit.",
+                field=where,
+            )
+        if count + prompt.max_new_tokens > room:
+            raise InputError(
+                f"The input ({count} tokens) and max_new_tokens ({prompt.max_new_tokens}) together exceed the KV cache "
+                f"({room} tokens): the request could never finish. Lower max_new_tokens to {room - count}, or start "
+                "the server with a higher --mem-fraction-static or --max-total-tokens.",
+                field=where,
+            )
+
+    def _generation(self, inp: GenerateInput, prompt: Prompt, prompt_index: int, copy: int, index: int) -> Generation:
+        sampling, options = prompt.sampling, prompt.logprobs
+        seed = sampling.sampling_seed
+        request = AddRequest(
+            rid=prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}",
+            prompt_ids=prompt.ids,
+            sampling=msgspec.to_builtins(sampling),
+            max_new_tokens=max(1, prompt.max_new_tokens),
+            seed=None if seed is None else _seed_of_copy(seed, copy),
+            priority=inp.priority,
+            extra_key=prompt.extra_key,
+            arrival=time.monotonic(),
+        )
+        if options is not None:
+            request.return_logprob = True
+            request.logprob_start = options.start
+            request.top_logprobs = options.top
+            request.token_ids_logprob = list(options.token_ids)
+        return Generation(
+            request,
+            sampling,
+            index=index,
+            prompt_index=prompt_index,
+            logprobs=options,
+            tokenizer=self._tokenizer,
+            keep_special=inp.keep_special,
+            live=inp.stream,
+            interval=sampling.stream_interval or self._settings.stream_interval,
+            prompt_text=prompt.text,
+            no_output=prompt.max_new_tokens == 0,
+        )
+
+
+def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:
+    """The sampling parameters' token ids; `where` is "" when the fields stand at the top level."""
+    try:
+        prompt.sampling.check_vocab(vocab_size, prefix=where)
+    except InputError as exc:
+        raise InputError(exc.message.lstrip("."), field=(exc.field or "").lstrip(".")) from None
+
+
+def _seed_of_copy(seed: int, copy: int) -> int:
+    """Copies of a prompt differ though the client gave one seed; the first has exactly that one."""
+    return seed + copy if seed + copy < 2**64 else seed + copy - 2**64
+
+
+def duplicate_rid(rid: str) -> InputError:
+    return InputError(f"rid: a request with id {rid!r} is still running; use another id", field="rid")
+
+
+def _too_long(count: str, limit: int) -> InputError:
+    return InputError(f"The input ({count} tokens) is longer than the model's context length ({limit} tokens).")

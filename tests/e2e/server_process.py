@@ -1,0 +1,84 @@
+"""A real server, started as a user starts it, on a free port of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+
+START_SECONDS = 90
+
+
+class ServerProcess:
+    """``python -m moe_engine.launch_server`` with its output in a file; a context manager that leaves nothing behind."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log_path = folder / f"server-{self.port}.log"
+        command = [sys.executable, "-m", "moe_engine.launch_server", "--port", str(self.port), *flags]
+        with open(self._log_path, "wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    def __enter__(self) -> ServerProcess:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"server ended with {self.process.returncode}:\n{self.log}")
+            if "READY" in self.log:
+                return self
+            time.sleep(0.05)
+        self.__exit__()
+        raise AssertionError(f"server not ready in {START_SECONDS} s:\n{self.log}")
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children():
+            child.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    @property
+    def core(self) -> psutil.Process:
+        (core,) = [c for c in self.children() if any("core_main" in part for part in c.cmdline())]
+        return core
+
+    def terminate(self, timeout: float = 60) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+    def client(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)  # type: ignore[arg-type]
+
+    def state(self) -> dict:
+        with self.client() as client:
+            return client.get("/server_info").json()["internal_states"][0]
+
+    def wait_idle(self, seconds: float = 20) -> dict:
+        """The scheduler's state once nothing runs or waits."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            state = self.state()
+            if not state["num_running"] and not state["num_waiting"]:
+                return state
+            time.sleep(0.05)
+        raise AssertionError(f"not idle after {seconds} s: {state}")

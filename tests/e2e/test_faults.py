@@ -1,0 +1,90 @@
+"""What happens when a process is killed or told to stop, seen from clients."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.server_process import ServerProcess
+from tests.models.checkpoints import make_checkpoint
+
+LONG = {"temperature": 1.0, "max_new_tokens": 450, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=11)
+
+
+def in_background(server: ServerProcess, count: int) -> tuple[list[threading.Thread], list[object]]:
+    answers: list[object] = []
+
+    def ask(i: int) -> None:
+        with server.client() as client:
+            answers.append(client.post("/generate", json={"text": f"hello {i}", "sampling_params": LONG}))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+def wait_running(server: ServerProcess, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while server.state()["num_running"] < count:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.01)
+
+
+def test_killed_core_is_named_and_nobody_is_left_in_silence(checkpoint: Path, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
+        threads, answers = in_background(server, 3)
+        wait_running(server, 3)
+        core = server.core
+        core.send_signal(signal.SIGKILL)
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert [a.status_code for a in answers] == [503] * 3  # type: ignore[attr-defined]
+        expected = f"engine core (pid {core.pid}) was killed by SIGKILL"
+        assert all(expected in a.text for a in answers)  # type: ignore[attr-defined]
+        assert server.process.wait(15) == 1  # so that a supervisor starts it anew
+        assert expected in server.log
+
+
+def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
+        threads, answers = in_background(server, 2)
+        wait_running(server, 2)
+        core = server.core
+        assert server.terminate() == 0
+        for thread in threads:
+            thread.join(10)
+        finish = [a.json()["meta_info"]["finish_reason"] for a in answers]  # type: ignore[attr-defined]
+        assert finish == [{"type": "length", "length": 450}] * 2
+        assert not psutil.pid_exists(core.pid)
+
+
+def test_core_leaves_with_a_killed_front_end(checkpoint: Path, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
+        core = server.core
+        server.process.kill()
+        core.wait(10)
+
+
+def test_refused_configuration_is_one_message_and_exit_2(checkpoint: Path, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, "--model-path", str(checkpoint), "--page-size", "0")
+    assert server.process.wait(30) == 2
+    assert "--page-size" in server.log and "Traceback" not in server.log
+
+
+def test_port_in_use_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
+        second = ServerProcess(tmp_path, "--model-path", str(checkpoint), "--port", str(server.port))
+        assert second.process.wait(30) == 2
+        assert str(server.port) in second.log and "Traceback" not in second.log

@@ -1,0 +1,186 @@
+"""Health, keys, metrics, facts, tokenize, abort, what is not there yet, and the request log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import pytest
+
+from moe_engine.errors import ConfigError
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import CHAT, TEXT, get, make_app, post, talk
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_health_tells_the_truth(path):
+    client = FakeClient()
+    assert (get(client, path).status_code, get(client, path).content) == (200, b"")
+    good = client.board
+    for board, word in (
+        (replace(good, alive=False, dead="engine core (pid 4242) was killed by SIGKILL"), "pid 4242"),
+        (replace(good, ready=False), "still starting"),
+        (replace(good, last_step_age=400.0, num_running=1), "step 8 has not ended for 400.0 s"),
+        (replace(good, last_step_age=400.0, num_waiting=2), "stalled"),
+    ):
+        client.board = board
+        response = get(client, path)
+        assert response.status_code == 503
+        assert word in response.json()["error"]["message"]
+    client.board = replace(good, last_step_age=400.0)  # nothing to do: idle, not stalled
+    assert get(client, path).status_code == 200
+    client.board = replace(good, last_step_age=40.0, num_running=1)
+    assert get(client, path).status_code == 200
+    assert get(client, path, watchdog_timeout=30.0).status_code == 503
+    assert client.requests == []
+
+
+def test_health_is_quick():
+    async def session(http):
+        await http.get("/health")
+        start = time.perf_counter()
+        for _ in range(50):
+            await http.get("/health")
+        return (time.perf_counter() - start) / 50
+
+    assert talk(FakeClient(), session) < 0.02  # measured with the client's own cost, on a busy machine
+
+
+def test_health_generate():
+    client = FakeClient()
+    assert get(client, "/health_generate").status_code == 200
+    assert client.requests[0].prompt_ids == [0]
+    assert client.requests[0].rid.startswith("HEALTH_CHECK")
+    client.mute = True
+    response = get(client, "/health_generate", health_timeout=0.05)
+    assert response.status_code == 503
+    assert not client.running
+
+
+def test_keys():
+    def code(path, key=None, **settings):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return get(FakeClient(), path, headers=headers, **settings).status_code
+
+    keys = {"api_key": "k", "admin_api_key": "a"}
+    assert code("/v1/models", **keys) == 401
+    assert code("/v1/models", "a", **keys) == 401
+    assert code("/v1/models", "k", **keys) == 200
+    assert code("/flush_cache", "k", **keys) == 401
+    assert code("/flush_cache", "a", **keys) == 200
+    assert code("/flush_cache", "k", api_key="k") == 200
+    assert code("/v1/models", admin_api_key="a") == 200
+    for free in ("/health", "/ready", "/ping", "/health_generate"):
+        assert code(free, **keys) == 200
+    assert code("/metrics", enable_metrics=True, **keys) == 200
+    response = post(FakeClient(), "/v1/completions", {"prompt": "x"}, **keys)
+    assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_metrics():
+    client = FakeClient()
+    client.board = replace(client.board, num_running=3, num_waiting=2, num_used_tokens=512)
+
+    async def session(http):
+        for _ in range(2):
+            await http.post("/generate", json={"text": "Hello"})
+        await http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        return (await http.get("/metrics")).text
+
+    page = talk(client, session, enable_metrics=True)
+    values = {}
+    for line in page.splitlines():
+        if line and not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            assert 'model_name="tiny"' in name
+            values.setdefault(name.split("{")[0], float(value))
+    tokens = len(client.tokenizer.encode(TEXT, False)) + 1
+    assert values["sglang:num_requests_total"] == 3
+    assert values["sglang:prompt_tokens_total"] == 2 + 2 + 5
+    assert values["sglang:generation_tokens_total"] == 3 * tokens
+    assert values["sglang:cached_tokens_total"] == 6
+    assert values["sglang:time_to_first_token_seconds_count"] == 3
+    assert values["sglang:inter_token_latency_seconds_count"] == 3 * (tokens - 1)
+    assert values["sglang:e2e_request_latency_seconds_count"] == 3
+    assert values["sglang:num_running_reqs"] == 3
+    assert values["sglang:num_queue_reqs"] == 2
+    assert values["sglang:token_usage"] == 0.5
+    assert values["sglang:gen_throughput"] == 12.5
+    assert values["sglang:cache_hit_rate"] == 0.25
+    assert values["sglang:num_aborted_requests_total"] == 0
+    assert not any(name.endswith("_created") for name in values)
+
+
+def test_metrics_off():
+    response = get(FakeClient(), "/metrics")
+    assert response.status_code == 404
+    assert "--enable-metrics" in response.json()["error"]["message"]
+
+
+def test_facts():
+    client = FakeClient()
+    info = get(client, "/get_server_info", server_args={"tp_size": 1, "api_key": "k", "x": float("inf")}).json()
+    assert info["max_total_num_tokens"] == 1024
+    assert (info["tp_size"], info["api_key"], info["x"]) == (1, "***", None)
+    assert info["last_gen_throughput"] == info["internal_states"][0]["last_gen_throughput"] == 12.5
+    assert get(client, "/server_info").json().keys() == info.keys() - {"tp_size", "api_key", "x"}
+    model = get(client, "/get_model_info").json()
+    assert (model["model_path"], model["is_generation"], model["weight_version"]) == ("/models/tiny", True, "default")
+    assert get(client, "/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
+
+
+def test_tokenize_and_back():
+    client = FakeClient()
+    got = post(client, "/tokenize", {"prompt": "Hello world"}).json()
+    assert (got["tokens"][0], got["count"], got["max_model_len"]) == (0, 3, 256)
+    assert post(client, "/v1/detokenize", {"tokens": got["tokens"]}).json() == {"text": "Hello world"}
+    many = post(client, "/v1/tokenize", {"prompt": ["a", "b c"], "add_special_tokens": False}).json()
+    assert many["count"] == [len(ids) for ids in many["tokens"]]
+    assert post(client, "/detokenize", {"tokens": many["tokens"]}).json() == {"text": ["a", "b c"]}
+    chat = post(client, "/tokenize", CHAT).json()
+    assert client.tokenizer.decode(chat["tokens"], False).endswith("<｜User｜>hi<｜Assistant｜>")
+    assert post(client, "/tokenize", {}).status_code == 400
+    assert post(client, "/detokenize", {"tokens": [10**9]}).status_code == 400
+    assert post(client, "/tokenize", {"prompt": "x"}, skip_tokenizer_init=True).status_code == 400
+
+
+def test_flush_and_abort():
+    client = FakeClient()
+    assert post(client, "/flush_cache", b"").text.startswith("Cache flushed.")
+    client.idle = False
+    assert get(client, "/flush_cache").status_code == 400
+    assert post(client, "/abort_request", {"rid": "abc"}).status_code == 200
+    assert post(client, "/abort_request", {"abort_all": True}).status_code == 200
+    assert client.aborts == [("abc", False), ("", True)]
+    assert post(client, "/abort_request", {}).status_code == 400
+
+
+def test_what_is_not_there():
+    response = get(FakeClient(), "/start_expert_distribution_record")
+    assert response.status_code == 501
+    assert "/start_expert_distribution_record: not available yet" in response.json()["error"]["message"]
+    assert post(FakeClient(), "/v1/embeddings", {}).status_code == 501
+    assert post(FakeClient(), "/update_weights_from_disk", {}).status_code == 501
+    assert get(FakeClient(), "/nowhere").status_code == 404
+    assert get(FakeClient(), "/generate").status_code == 405
+    assert get(FakeClient(), "/v1/nowhere").json()["object"] == "error"
+    assert get(FakeClient(), "/openapi.json").status_code == 200
+    for flag, value in (("reasoning_parser", "gpt-oss"), ("tool_call_parser", "pythonic")):
+        with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {value}"):
+            make_app(FakeClient(), **{flag: value})
+
+
+def test_ids_in_ids_out():
+    out = post(FakeClient(), "/generate", {"input_ids": [5]}, skip_tokenizer_init=True).json()
+    assert "text" not in out
+    assert post(FakeClient(), "/v1/chat/completions", CHAT, skip_tokenizer_init=True).status_code == 400
+
+
+def test_request_log(caplog):
+    with caplog.at_level(logging.INFO, "moe_engine.server"):
+        post(FakeClient(), "/generate", {"text": "Hello", "rid": "r1"}, log_requests=True, log_requests_level=2)
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines[0].startswith("Receive: {'rid': 'r1', 'prompt_tokens': 2, 'sampling_params':")
+    assert lines[1].startswith("Finish:")
+    assert TEXT in lines[1]

@@ -1,0 +1,95 @@
+"""The server process: ready hook, draining on SIGTERM, leaving on the second signal, a taken port."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from moe_engine.errors import ConfigError
+from moe_engine.server.serve import bind
+
+PROGRAM = """
+import sys
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import make_app
+from moe_engine.server.serve import run_server
+client = FakeClient()
+client.delay = float(sys.argv[1])
+async def bye():
+    print("BYE", len(client.running), flush=True)
+run_server(make_app(client), "127.0.0.1", 0, log_level="warning",
+           on_ready=lambda host, port: print("READY", port, flush=True), on_shutdown=bye)
+"""
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def run(delay):
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(delay)], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        word, port = process.stdout.readline().split()
+        assert word == "READY"
+        return process, f"http://127.0.0.1:{port}"
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ask_in_background(address):
+    answers = []
+
+    def ask():
+        try:
+            answers.append(httpx.post(address + "/generate", json={"text": "x"}, timeout=30))
+        except httpx.HTTPError as exc:
+            answers.append(exc)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.3)
+    return thread, answers
+
+
+def test_sigterm_drains(start):
+    process, address = start(0.1)
+    assert httpx.get(address + "/health").status_code == 200
+    thread, answers = ask_in_background(address)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(address + "/health", timeout=1)
+    thread.join(10)
+    assert answers[0].json()["meta_info"]["finish_reason"]["type"] == "stop"
+    assert process.wait(10) == 0
+    assert process.stdout.read() == "BYE 0\n"
+
+
+def test_second_signal_forces(start):
+    process, address = start(5)
+    thread, answers = ask_in_background(address)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 0
+    thread.join(10)
+    assert isinstance(answers[0], httpx.HTTPError) or answers[0].status_code >= 500
+
+
+def test_taken_port():
+    sock = bind("127.0.0.1", 0)
+    sock.listen()
+    port = sock.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot listen"):
+        bind("127.0.0.1", port)
+    sock.close()

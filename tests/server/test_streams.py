@@ -1,0 +1,191 @@
+"""The form of event streams, reasoning and tools in them, and clients that hang up."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import pytest
+
+from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import CHAT, TEXT, events, post, real_server
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
+CALL = f'{CALLS_BEGIN}{CALL_BEGIN}get_weather{SEPARATOR}{{"city": "Paris"}}{CALL_END}{CALLS_END}'
+
+
+def test_native_stream():
+    chunks = events(post(FakeClient(), "/generate", {"text": "x", "stream": True}))
+    assert chunks[-1]["text"] == TEXT
+    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": 1}
+    batch = events(post(FakeClient(), "/generate", {"text": ["x", "y"], "stream": True}))
+    assert {c["index"] for c in batch} == {0, 1}
+
+
+def test_chat_stream_order():
+    body = {**CHAT, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = events(post(FakeClient(), "/v1/chat/completions", body))
+    deltas = [c["choices"][0]["delta"] for c in chunks[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+    assert "".join(d["content"] for d in deltas[:-1]) == TEXT
+    reasons = [c["choices"][0]["finish_reason"] for c in chunks[:-1]]
+    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+    assert chunks[-1]["choices"] == []
+    assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+
+
+def test_logprobs_are_complete_in_streams():
+    chunks = events(post(FakeClient("🙂é a"), "/v1/chat/completions", {**CHAT, "stream": True, "logprobs": True}))
+    tokens = [e["bytes"] for c in chunks for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
+    ids = FakeClient().tokenizer.encode("🙂é a", False)
+    assert tokens[:-1] == [list(FakeClient().tokenizer.token_bytes(i)) for i in ids]
+
+
+@pytest.mark.parametrize("per_step", [1, 4, 100])
+@pytest.mark.parametrize("stream", [False, True])
+class TestParsers:
+    def ask(self, text, per_step, stream, body, **settings):
+        client = FakeClient(text)
+        client.per_step = per_step
+        response = post(client, "/v1/chat/completions", {**CHAT, **body, "stream": stream}, **settings)
+        if not stream:
+            choice = response.json()["choices"][0]
+            message = choice["message"]
+            calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"] or []]
+            return message["reasoning_content"] or "", message["content"] or "", calls, choice["finish_reason"]
+        reasoning = content = ""
+        calls = []
+        for chunk in events(response):
+            delta = chunk["choices"][0]["delta"]
+            reasoning += delta.get("reasoning_content", "")
+            content += delta.get("content", "")
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    calls.append([call["function"]["name"], ""])
+                calls[call["index"]][1] += call["function"]["arguments"]
+        return reasoning, content, [tuple(c) for c in calls], chunk["choices"][0]["finish_reason"]
+
+    def test_reasoning(self, per_step, stream):
+        text = "let me think\n</think>\n\nParis"
+        got = self.ask(text, per_step, stream, {}, reasoning_parser="deepseek-r1")
+        assert got == ("let me think", "Paris", [], "stop")
+        got = self.ask(text, per_step, stream, {"separate_reasoning": False}, reasoning_parser="deepseek-r1")
+        assert got == ("", text, [], "stop")
+        thinking = {"chat_template_kwargs": {"thinking": True}}
+        got = self.ask(text, per_step, stream, thinking, reasoning_parser="deepseek-v3")
+        assert got[:2] == ("let me think", "Paris")
+        assert self.ask("Paris", per_step, stream, {}, reasoning_parser="deepseek-v3")[:2] == ("", "Paris")
+
+    def test_tools(self, per_step, stream):
+        settings = {"tool_call_parser": "deepseekv31"}
+        got = self.ask("I look. " + CALL, per_step, stream, {"tools": TOOLS}, **settings)
+        assert got == ("", "I look. ", [("get_weather", '{"city": "Paris"}')], "tool_calls")
+        assert self.ask("plain", per_step, stream, {"tools": TOOLS}, **settings) == ("", "plain", [], "stop")
+        none = {"tools": TOOLS, "tool_choice": "none"}
+        assert self.ask("a" + CALL, per_step, stream, none, **settings)[2:] == ([], "stop")
+
+    def test_both(self, per_step, stream):
+        got = self.ask(
+            "why</think>" + CALL,
+            per_step,
+            stream,
+            {"tools": TOOLS},
+            reasoning_parser="deepseek-r1",
+            tool_call_parser="deepseekv31",
+        )
+        assert got == ("why", "", [("get_weather", '{"city": "Paris"}')], "tool_calls")
+
+
+def test_reasoning_tokens_and_prompt_with_tools():
+    client = FakeClient("let me think</think>Paris")
+    body = {**CHAT, "tools": TOOLS}
+    usage = post(client, "/v1/chat/completions", body, reasoning_parser="deepseek-r1").json()["usage"]
+    end = client.tokenizer.token_id("</think>")
+    want = client.tokenizer.encode("let me think</think>Paris", False).index(end) + 1
+    assert usage["reasoning_tokens"] == want
+    assert '"get_weather"' in client.tokenizer.decode(client.requests[0].prompt_ids)
+
+
+def test_sampling_of_chat_requests():
+    client = FakeClient()
+    defaults = {"temperature": 0.6, "top_p": 0.95}
+    body = {**CHAT, "top_p": 0.5, "min_tokens": 2, "seed": 3, "stop": "x", "ignore_eos": True, "rid": "mine"}
+    answer = post(client, "/v1/chat/completions", body, sampling_defaults=defaults).json()
+    (request,) = client.requests
+    sampling = request.sampling
+    assert (sampling["temperature"], sampling["top_p"], sampling["min_new_tokens"]) == (0.6, 0.5, 2)
+    assert (request.seed, sampling["ignore_eos"], request.rid, answer["id"]) == (3, True, "mine", "mine")
+    assert request.max_new_tokens == 256 - len(request.prompt_ids)  # the rest of the context
+
+
+def test_continue_final_message():
+    client = FakeClient()
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "Hello wor"}]
+    body = {"messages": messages, "continue_final_message": True}
+    assert post(client, "/v1/chat/completions", body).status_code == 200
+    assert client.tokenizer.decode(client.requests[0].prompt_ids, False).endswith("<｜Assistant｜>Hello wor")
+
+
+def test_native_stream_error_event():
+    client = FakeClient()
+    client.fail_after = 2
+    chunks = events(post(client, "/generate", {"text": "x", "stream": True}))
+    assert len(chunks) == 3
+    assert "SIGKILL" in chunks[-1]["error"]["message"]
+    client.refuse = {"type": "abort", "message": "queue is full", "status_code": 503}
+    response = post(client, "/generate", {"text": "x", "stream": True})
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "queue is full"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x", "sampling_params": {"ignore_eos": True, "max_new_tokens": 200}}),
+        ("/generate", {"text": ["x", "y"], "sampling_params": {"ignore_eos": True, "max_new_tokens": 200}}),
+        ("/v1/chat/completions", {**CHAT, "ignore_eos": True}),
+        ("/v1/completions", {"prompt": "x", "ignore_eos": True, "max_tokens": 200}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_hanging_up_aborts_at_once(path, body, stream):
+    client = FakeClient()
+    client.delay = 0.02
+    with real_server(client) as address:
+        with httpx.Client(base_url=address) as http:
+            if stream:
+                with http.stream("POST", path, json={**body, "stream": True}) as response:
+                    chunks = response.iter_text()  # dropping the iterator would hang up already
+                    next(chunks)
+                    assert client.running
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post(path, json=body, timeout=0.2)
+        end = time.monotonic() + 2
+        while client.running and time.monotonic() < end:
+            time.sleep(0.005)
+        assert not client.running
+        assert len(client.closed_early) == len(client.requests)
+        assert httpx.get(address + "/health").status_code == 200
+
+
+def test_hanging_up_before_the_first_token():
+    client = FakeClient()
+    client.mute = True
+    with real_server(client) as address:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(address + "/generate", json={"text": "x", "stream": True}, timeout=0.2)
+        end = time.monotonic() + 2
+        while client.running and time.monotonic() < end:
+            time.sleep(0.005)
+        assert not client.running
+
+
+def test_json_is_utf8():
+    response = post(FakeClient("你好 🙂"), "/generate", {"text": "x"})
+    assert "你好 🙂" in response.content.decode()
+    assert json.loads(response.content)["text"] == "你好 🙂"
