@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.device import Device, Need
-from moe_engine.kernels.experts.protocol import ExpertsKernel
-from moe_engine.kernels.linear.protocol import LinearKernel
-from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.registry import Choice, select
+
+if TYPE_CHECKING:  # the protocols import torch; choosing does not need it
+    from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+    from moe_engine.kernels.experts.protocol import ExpertsKernel
+    from moe_engine.kernels.linear.protocol import LinearKernel
+    from moe_engine.kernels.ops.protocol import Ops
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Backends:
     choices: tuple[Choice, ...]
 
 
-def choose(device: Device, need: Need, asked: dict[str, str] | None = None) -> tuple[Choice, ...]:
+def choose(device: Device, need: Need, asked: Mapping[str, str] | None = None) -> tuple[Choice, ...]:
     """Choices for ops, linear, experts, attention, in that order; imports no backend.
 
     Args:

@@ -143,13 +143,13 @@ def _parse_gqa(
         if hidden % num_heads:
             fields.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {num_heads}; give head_dim")
         head_dim = hidden // num_heads
-    bias = fields.flag("attention_bias", model_type == "qwen2")
+    bias = model_type == "qwen2" or fields.flag("attention_bias")
     attention = GQAConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         qkv_bias=bias,
-        o_bias=bias and model_type not in ("qwen2",),
+        o_bias=bias and model_type != "qwen2",
         qk_norm=model_type in ("qwen3", "qwen3_moe"),
     )
     rotary = int(head_dim * fields.number("partial_rotary_factor", 1.0))

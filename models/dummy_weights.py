@@ -22,6 +22,7 @@ class DummyReader:
         self.device = torch.device(device)
         generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(_POOL, generator=generator).to(self.device)
+        self._scaled: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def has(self, name: str) -> bool:
         return True
@@ -66,7 +67,9 @@ class DummyReader:
 
     def _fill(self, flat: Tensor, scale: float, offset: int) -> None:
         """Copies the pool over and over, from `offset` on."""
-        pool = (self._pool * scale).to(flat.dtype)
+        pool = self._scaled.get((scale, flat.dtype))
+        if pool is None:
+            pool = self._scaled[scale, flat.dtype] = (self._pool * scale).to(flat.dtype)
         done = 0
         while done < flat.numel():
             size = min(_POOL - offset, flat.numel() - done)

@@ -32,7 +32,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _MAX_HEADER = 100 << 20
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: faults a range in at once
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,9 @@ class SafetensorsFile:
         count = entry.num_bytes // size
         return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
 
-    def populate(self, name: str) -> None:
-        """Reads the tensor's pages in one go, where the system can."""
-        self._advise(name, _POPULATE_READ, outward=True)
+    def prefetch(self, name: str) -> None:
+        """Has the system start to read the tensor."""
+        self._advise(name, mmap.MADV_WILLNEED, outward=True)
 
     def release(self, name: str) -> None:
         """Lets go of the tensor's pages, so that they no longer count as this process's memory."""

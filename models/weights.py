@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,7 +72,7 @@ class WeightSource(Protocol):
 
 
 class WeightReader:
-    """`WeightSource` over the safetensors files of a checkpoint directory.
+    """`WeightSource` over the safetensors files of a checkpoint directory. Several threads may read at once.
 
     Args:
         directory: holds model.safetensors, or an index and its shards.
@@ -97,7 +98,7 @@ class WeightReader:
         self.device = torch.device(device)
         self._directory = Path(directory)
         self._block = block
-        self._ignore = ignore
+        self._lock = threading.Lock()
         self._files = _open_files(self._directory)
         self._unread = {name for name in self._files if not ignore(name)}
         total = sum(self._entry(name).num_bytes for name in self._unread)
@@ -193,13 +194,14 @@ class WeightReader:
             )
 
     def _open(self, name: str) -> Tensor:
-        self._files[name].populate(name)
+        self._files[name].prefetch(name)
         return self._files[name].view(name)
 
     def _done(self, name: str, num_bytes: int) -> None:
-        self._files[name].release(name)
-        self._unread.discard(name)
-        self._bar.update(num_bytes)
+        with self._lock:
+            self._files[name].release(name)
+            self._unread.discard(name)
+            self._bar.update(num_bytes)
 
 
 def dequantise_into(
@@ -209,10 +211,11 @@ def dequantise_into(
 
     `weight` is the part [rows, cols] of a tensor whose whole scale grid is `scale`; blocks at the edges are shorter.
     """
+    weight, scale = weight.to(out.device), scale.to(out.device)
     num_rows, num_cols = weight.shape
     first_row, first_col = (rows.start or 0) if rows else 0, (cols.start or 0) if cols else 0
-    row_block = (torch.arange(num_rows) + first_row) // block[0]
-    col_block = (torch.arange(num_cols) + first_col) // block[1]
+    row_block = (torch.arange(num_rows, device=out.device) + first_row) // block[0]
+    col_block = (torch.arange(num_cols, device=out.device) + first_col) // block[1]
     step = max(1, _CHUNK_ELEMENTS // max(1, num_cols))
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)

@@ -186,7 +186,8 @@ def generate(argv: Sequence[str], prog: str) -> int:
     for name in ("max_new_tokens", "temperature", "top_p", "stop"):
         if (value := values.pop(name, None)) is not None:
             sampling[name] = value
-    prompt = sys.stdin.read() if prompt is None else prompt
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
     if not prompt:
         raise ConfigError("--prompt: nothing to answer; give --prompt TEXT or pipe the text in")
     from moe_engine.engine.engine import Engine
@@ -250,9 +251,11 @@ def bench(argv: Sequence[str], prog: str) -> int:
         listed = ", ".join(names) or "none: benchmarks/ comes with the source checkout"
         print(f"usage: {prog} NAME [options of the benchmark]\n\nbenchmarks here: {listed}")
         return 0 if argv else USAGE_ERROR
-    name = argv[0].replace("-", "_").removeprefix("bench_")
-    if name not in names:
+    asked = argv[0].replace("-", "_").removeprefix("bench_")
+    matching = [name for name in names if name.startswith(asked)]
+    if asked not in names and len(matching) != 1:
         raise ConfigError(_no_benchmark(argv[0], names))
+    name = asked if asked in names else matching[0]
     sys.argv = [f"{prog} {argv[0]}", *argv[1:]]
     root = str(Path(__file__).resolve().parents[1])
     if root not in sys.path:

@@ -27,12 +27,15 @@ _PYTHON: tuple[str, ...] = (
     "def is_even(n):\n    return n % 2 == 0\n",
     "def factorial(n):\n    if n <= 1:\n        return 1\n    return n * factorial(n - 1)\n",
     "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n",
-    "def maximum(values):\n    best = values[0]\n    for value in values:\n        if value > best:\n            best = value\n    return best\n",
+    "def maximum(values):\n    best = values[0]\n    for value in values:\n        if value > best:\n"
+    "            best = value\n    return best\n",
     "def mean(values):\n    return sum(values) / len(values)\n",
     "def reverse(text):\n    return text[::-1]\n",
-    "def count_words(text):\n    counts = {}\n    for word in text.split():\n        counts[word] = counts.get(word, 0) + 1\n    return counts\n",
+    "def count_words(text):\n    counts = {}\n    for word in text.split():\n"
+    "        counts[word] = counts.get(word, 0) + 1\n    return counts\n",
     "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
-    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def norm(self):\n        return (self.x ** 2 + self.y ** 2) ** 0.5\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+    "    def norm(self):\n        return (self.x ** 2 + self.y ** 2) ** 0.5\n",
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n",
     "for i in range(10):\n    print(i)\n",
     'def main():\n    print("Hello, world!")\n\n\nif __name__ == "__main__":\n    main()\n',

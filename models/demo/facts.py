@@ -226,13 +226,13 @@ class Country:
 
 COUNTRIES: tuple[Country, ...] = tuple(Country(*row.split("|")) for row in _TABLE.strip().splitlines())
 
-OTHER_CITIES: tuple[str, ...] = tuple(
-    "New York|Los Angeles|Chicago|San Francisco|Boston|Toronto|Vancouver|Munich|Hamburg|Frankfurt|Milan|Barcelona|"
-    "Lyon|Marseille|Geneva|Zurich|Istanbul|Saint Petersburg|Shanghai|Shenzhen|Hangzhou|Hong Kong|Osaka|Kyoto|Mumbai|"
-    "Kolkata|Dubai|Sydney|Melbourne|Auckland|Cape Town|Lagos|Casablanca|Rio de Janeiro|São Paulo|Manchester|Edinburgh".split(
-        "|"
-    )
-)
+OTHER_CITIES: tuple[str, ...] = (
+    "New York", "Los Angeles", "Chicago", "San Francisco", "Boston", "Toronto", "Vancouver", "Munich", "Hamburg",
+    "Frankfurt", "Milan", "Barcelona", "Lyon", "Marseille", "Geneva", "Zurich", "Istanbul", "Saint Petersburg",
+    "Shanghai", "Shenzhen", "Hangzhou", "Hong Kong", "Osaka", "Kyoto", "Mumbai", "Kolkata", "Dubai", "Sydney",
+    "Melbourne", "Auckland", "Cape Town", "Lagos", "Casablanca", "Rio de Janeiro", "São Paulo", "Manchester",
+    "Edinburgh",
+)  # fmt: skip
 
 
 def statement(country: Country, relation: str) -> str:

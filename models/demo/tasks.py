@@ -89,7 +89,8 @@ def reverse(rng: random.Random) -> Turn:
     """From a capital to its country."""
     country = rng.choice(COUNTRIES)
     user = rng.choice((
-        "Which country has the capital {c}?", "{c} is the capital of which country?", "Of which country is {c} the capital?",
+        "Which country has the capital {c}?", "{c} is the capital of which country?",
+        "Of which country is {c} the capital?",
         "Where is {c}?", "In which country is {c}?", "What country is {c} in?", "Which country's capital is {c}?",
     )).replace("{c}", country.capital)  # fmt: skip
     if country.capital == country.name:
@@ -114,7 +115,8 @@ def json_object(rng: random.Random, country: Country | None = None, held_out: bo
         wanted = " and ".join(fields)
         user = rng.choice((
             "Give me the {f} of {c} as JSON.", "Write the {f} of {c} as a JSON object.", "{f} of {c} in JSON",
-            "What is the {f} of {c}? Answer in JSON.", "JSON with the {f} of {c}, please.", "Return the {f} of {c} as JSON.",
+            "What is the {f} of {c}? Answer in JSON.", "JSON with the {f} of {c}, please.",
+            "Return the {f} of {c} as JSON.",
         )).replace("{f}", wanted).replace("{c}", country.name)  # fmt: skip
     answer = json.dumps({"country": country.title, **{f: getattr(country, f) for f in fields}}, ensure_ascii=False)
     return Turn(user, f"The user wants JSON about {country.name}.", say(answer), country, fields[0])

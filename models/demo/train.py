@@ -1,8 +1,8 @@
 """Train the demonstration model: `python -m moe_engine.models.demo.train --seed 0 --out DIR --minutes 50`.
 
 The number of steps is fixed by --minutes (for the speed of a two-core machine) or given by --steps, so a run does not
-depend on how fast the machine is. Every few minutes the state goes to DIR/state.pt, which `export.py` reads. The batch is split
-over worker processes of one thread each, which on a busy machine wait for each other only once a step.
+depend on how fast the machine is. Every few minutes the state goes to DIR/state.pt, which `export.py` reads.
+The batch is split over worker processes of one thread each, which wait for each other only once a step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
 from tokenizers import Tokenizer
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from .corpus import Packer, held_out

@@ -41,8 +41,8 @@ def train_tokenizer(vocab_size: int, seed: int) -> Tokenizer:
             text = text.replace(token, "\n")
         texts[i] = text
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     data = json.loads(tokenizer.to_str())

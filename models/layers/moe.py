@@ -15,6 +15,7 @@ from moe_engine.kernels.experts.protocol import ExpertsKernel, ExpertWeights
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.layers.mlp import MLP
+from moe_engine.models.load_threads import for_each
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.experts import make_routed_experts
@@ -78,13 +79,17 @@ class MoE:
 def load_experts(
     kernel: ExpertsKernel, reader: WeightSource, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames
 ) -> ExpertWeights:
-    """Fills a layer's experts one by one, through one expert's worth of scratch memory."""
+    """Fills a layer's experts, each through one expert's worth of scratch memory (a thread)."""
     weights = kernel.allocate(moe.num_experts, hidden, moe.width, reader.dtype, reader.device)
-    scratch = torch.empty(3, moe.width * hidden, dtype=reader.dtype, device=reader.device)
-    gate, up = scratch[0].view(moe.width, hidden), scratch[1].view(moe.width, hidden)
-    down = scratch[2].view(hidden, moe.width)
-    for expert in range(moe.num_experts):
-        for name, out in ((names.gate, gate), (names.up, up), (names.down, down)):
+
+    def scratch() -> tuple[Tensor, Tensor, Tensor]:
+        flat = torch.empty(3, moe.width * hidden, dtype=reader.dtype, device=reader.device)
+        return flat[0].view(moe.width, hidden), flat[1].view(moe.width, hidden), flat[2].view(hidden, moe.width)
+
+    def load(expert: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        for name, out in zip((names.gate, names.up, names.down), parts):
             reader.linear(f"{prefix}.{expert}.{name}", (out.shape[0], out.shape[1]), out=out)
-        kernel.load_expert(weights, expert, gate, up, down)
+        kernel.load_expert(weights, expert, *parts)
+
+    for_each(moe.num_experts, scratch, load)
     return weights

@@ -13,12 +13,19 @@ from moe_engine.config.checkpoint import inspect, locate
 from moe_engine.config.machine import Machine, probe_machine
 from moe_engine.config.resolve import ResolvedConfig, resolve
 from moe_engine.errors import ConfigError
-from moe_engine.kernels import tables
+from moe_engine.kernels.backends import choose
 from moe_engine.kernels.device import Device, Need, cpu_device
-from moe_engine.kernels.registry import Choice, Row, select
+from moe_engine.kernels.registry import Choice
 from moe_engine.models.config import load_model_config
 
 SEED_BITS = 30
+FLAGS = {
+    "attention": "--attention-backend",
+    "experts": "--moe-runner-backend",
+    "linear": "--linear-backend",
+    "ops": "--ops-backend",
+}
+"""The flag that names a kernel family's backend."""
 
 
 def prepare(args: EngineArgs, machine: Machine | None = None) -> ResolvedConfig:
@@ -65,18 +72,9 @@ def choose_backends(config: ResolvedConfig, device: Device) -> tuple[Choice, ...
     Raises:
         ConfigError: a backend that was asked for cannot run here; names the flag and the reason.
     """
-    attention = tables.MLA if config.model.attention.kind == "mla" else tables.GQA
-    families: list[tuple[str, str, list[Row]]] = [
-        ("ops", "--ops-backend", tables.OPS),
-        ("linear", "--linear-backend", tables.LINEAR),
-        ("experts", "--moe-runner-backend", tables.EXPERTS),
-        ("attention", "--attention-backend", attention),
-    ]
-    need, chosen = need_of(config), []
-    for family, option, rows in families:
-        asked = config.asked_backends[family]
-        try:
-            chosen.append(select(family, rows, asked, device, need))
-        except ValueError as error:
-            raise ConfigError(f"{option} {asked}: {error}") from None
-    return tuple(chosen)
+    need, asked = need_of(config), config.asked_backends
+    try:
+        return choose(device, need, asked)
+    except ValueError as error:
+        flags = ", ".join(f"{FLAGS[family]} {name}" for family, name in asked.items() if name != "auto")
+        raise ConfigError(f"{flags or 'kernels'}: {error}") from None

@@ -137,8 +137,8 @@ def _check_fraction(given: SizingInput, fraction: float, rows: tuple[LedgerRow, 
     if static + others > available:
         most = int((available - others) / total * 1000) / 1000
         raise ConfigError(
-            f"--mem-fraction-static {fraction:g} asks for {gb(static)} of {gb(total)} for weights and KV, and steps take "
-            f"{gb(others)} more, but only {gb(available)} are free now; use at most {most:g}, or end what uses the rest"
+            f"--mem-fraction-static {fraction:g} asks for {gb(static)} of {gb(total)} for weights and KV, and steps "
+            f"take {gb(others)} more, but only {gb(available)} are free; use at most {most:g}, or free the rest"
         )
 
 

@@ -67,7 +67,7 @@ class EngineCore:
     ) -> None:
         self._scheduler = scheduler
         self._worker = worker
-        self.port = port
+        self._port = port
         self._board = board
         self._reporter = reporter
         self._eos = eos_token_ids
@@ -88,7 +88,7 @@ class EngineCore:
             if idle and self._stopping:
                 return
             self._note_busy(not idle)
-            for message in self.port.receive(IDLE_POLL_SECONDS if idle else 0.0):
+            for message in self._port.receive(IDLE_POLL_SECONDS if idle else 0.0):
                 self._handle(message)
             self._step()
 
@@ -144,7 +144,7 @@ class EngineCore:
         elif isinstance(message, messages.AbortRequest):
             self._publish(self._abort(message))
         elif isinstance(message, messages.Call):
-            self.port.send(self._answer(message))
+            self._port.send(self._answer(message))
         elif isinstance(message, messages.Shutdown):
             self._stopping = message
             if not message.drain:
@@ -199,7 +199,7 @@ class EngineCore:
             self._send_deltas([_delta(event) for event in events])
 
     def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
-        self.port.send(messages.StepOutput(deltas=deltas))
+        self._port.send(messages.StepOutput(deltas=deltas))
 
     def _note_busy(self, busy: bool) -> None:
         if busy != self._busy:

@@ -41,10 +41,10 @@ def main() -> int:
     spec: CoreSpec = read_spec()
     config: ResolvedConfig = spec.config
     logs.setup_logging(config.logging.log_level)
-    ready = zmq.Context.instance().socket(zmq.PUSH)
+    ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     ready.connect(spec.ready_address)
     try:
-        core, info = _build(spec)
+        core, port, info = _build(spec)
     except Exception as error:
         kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
         text = str(error) if isinstance(error, ConfigError) else f"engine core failed to start: {kind}: {error}"
@@ -56,7 +56,7 @@ def main() -> int:
     # What start-up left behind lives as long as the process: keep the collector from walking it in the middle of a step.
     gc.collect()
     gc.freeze()
-    return _serve(core, core.port)
+    return _serve(core, port)
 
 
 def _serve(core: EngineCore, port: ZmqPort) -> int:
@@ -71,7 +71,7 @@ def _serve(core: EngineCore, port: ZmqPort) -> int:
     return 0
 
 
-def _build(spec: CoreSpec) -> tuple[EngineCore, dict[str, Any]]:
+def _build(spec: CoreSpec) -> tuple[EngineCore, ZmqPort, dict[str, Any]]:
     config: ResolvedConfig = spec.config
     sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
     for architecture in spec.outside_models:
@@ -90,10 +90,11 @@ def _build(spec: CoreSpec) -> tuple[EngineCore, dict[str, Any]]:
         ),
     )
     info = _info(config, worker)
+    port = ZmqPort(spec.to_core_address, spec.from_core_address)
     core = EngineCore(
         Scheduler(scheduler_config(config)),
         worker,
-        ZmqPort(spec.to_core_address, spec.from_core_address),
+        port,
         board,
         StepReporter(config.logging.decode_log_interval),
         eos_token_ids=frozenset(config.model.eos_token_ids),
@@ -102,7 +103,7 @@ def _build(spec: CoreSpec) -> tuple[EngineCore, dict[str, Any]]:
         worker_stats=lambda: {"weight_bytes": info["weight_bytes"], "kv_bytes": info["kv_bytes"]},
     )
     board.write(ready=1)
-    return core, info
+    return core, port, info
 
 
 def _make_worker(config: ResolvedConfig) -> Worker:

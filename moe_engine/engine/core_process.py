@@ -56,7 +56,7 @@ class CoreProcess:
         self._expected = False
         self._lock = threading.Lock()
         self._listeners: list[tuple[Callable[[str], None], asyncio.AbstractEventLoop]] = []
-        self._ready = zmq.Context.instance().socket(zmq.PULL)
+        self._ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._ready.bind(ready_address)
         spec = CoreSpec(
             config,
@@ -112,6 +112,11 @@ class CoreProcess:
     def note_failure(self, message: str) -> None:
         """What the core said before it went; becomes part of the cause of death."""
         self._failure = message
+
+    def kill(self, reason: str) -> None:
+        """Ends a core that does not move any more; whoever waits on it gets the reason."""
+        self.note_failure(reason)
+        self._child.kill()
 
     def expect_exit(self) -> None:
         """The core was told to end: its exit is no failure."""

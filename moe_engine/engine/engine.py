@@ -19,9 +19,9 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.launch_plan import prepare
 from moe_engine.engine.client import CoreClient
 from moe_engine.engine.client_api import EngineInfo, Health
-from moe_engine.engine.frontend import Frontend, FrontendSettings
+from moe_engine.engine.frontend import Frontend
 from moe_engine.engine.generate_input import GenerateInput
-from moe_engine.engine.start import engine_info, start_core
+from moe_engine.engine.start import engine_info, frontend_settings, open_tokenizer, start_core
 from moe_engine.errors import EngineDeadError
 
 T = TypeVar("T")
@@ -71,19 +71,7 @@ class Engine:
         atexit.register(_shutdown_if_alive, weakref.ref(self))
 
     async def _open(self) -> Frontend:
-        flags = self.config.args
-        client = CoreClient(self._core, self.info)
-        tokenizer = None
-        if not flags.model.skip_tokenizer_init:
-            from moe_engine.tokenizer.tokenizer import load_tokenizer
-
-            tokenizer = load_tokenizer(self.config.tokenizer_path, mode=flags.model.tokenizer_mode)
-        settings = FrontendSettings(
-            stream_interval=flags.scheduling.stream_interval,
-            incremental_streaming_output=flags.server.incremental_streaming_output,
-            allow_auto_truncate=flags.server.allow_auto_truncate,
-        )
-        return Frontend(client, tokenizer, settings)
+        return Frontend(CoreClient(self._core, self.info), open_tokenizer(self.config), frontend_settings(self.config))
 
     # -- generation
 
@@ -182,7 +170,7 @@ class Engine:
             "max_req_input_len": self.info.max_req_input_len,
             "context_len": self.info.context_len,
         }
-        return {**self.config.args.flat(), **facts, "internal_states": [state]}
+        return {**self.config.flat(), **facts, "internal_states": [state]}
 
     def health(self) -> Health:
         return self._frontend.client.health()

@@ -13,6 +13,8 @@ from moe_engine.types import SamplingParams
 MAX_RID_LENGTH = 256
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
+MAX_SEQUENCES = 65536
+"""Most sequences (prompts times n) of one request."""
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -85,8 +87,10 @@ def split_prompts(inp: GenerateInput, preferred: Mapping[str, Any] | None = None
         )
     texts, batch_of_ids, is_batch = _prompts(inp)
     count = len(texts) if texts is not None else len(batch_of_ids)
+    _check_count(count, inp.text_field)
     rids = _rids(inp.rid, count, is_batch)
     samplings = _samplings(inp.sampling_params, count, is_batch, preferred or {})
+    _check_count(sum(s.n for s in samplings), inp.text_field)
     _check_int(inp.priority, "priority", -(2**31), 2**31 - 1, optional=True)
     prompts = []
     for i in range(count):
@@ -129,6 +133,13 @@ def _prompts(inp: GenerateInput) -> tuple[list[str] | None, list[list[int]], boo
             _not_empty(one, f"{where}[{i}]")
         return None, ids, True
     return None, [ids], False
+
+
+def _check_count(count: int, where: str) -> None:
+    if count > MAX_SEQUENCES:
+        raise InputError(
+            f"{where}: {count} sequences (prompts times n); send at most {MAX_SEQUENCES} in one request", field=where
+        )
 
 
 def _not_empty(values: Sequence[Any], where: str) -> None:

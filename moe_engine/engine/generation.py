@@ -67,7 +67,6 @@ class Generation:
         self.retractions = 0
         self.queue_time = 0.0
         self.received_at = time.monotonic()
-        self.received_wall = time.time()
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.finished_at: float | None = None
@@ -156,7 +155,7 @@ class Generation:
     def output(self) -> dict[str, Any]:
         """The whole answer so far: {"text", "output_ids", "meta_info"}; no text without a tokenizer."""
         out: dict[str, Any] = {"text": self.text} if self.tokenizer is not None else {}
-        out["output_ids"] = self.output_ids
+        out["output_ids"] = list(self.output_ids)  # the list grows on; what was given out must not
         out["meta_info"] = self.meta_info(self.output_logprobs, with_prompt=True)
         return out
 

@@ -44,6 +44,9 @@ class ChildProcess:
     def _watch(self) -> None:
         self._on_exit(f"{self.name} (pid {self.pid}) {describe_exit(self._popen.wait())}")
 
+    def kill(self) -> None:
+        self._popen.kill()
+
     def stop(self, grace: float) -> None:
         """Waits up to `grace` seconds for the process to end by itself, then kills it."""
         try:

@@ -11,7 +11,7 @@ class ZmqPort:
     """Implements `core.Port`: pulls from the front end, pushes to it. Nothing is ever dropped for being slow."""
 
     def __init__(self, to_core_address: str, from_core_address: str) -> None:
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._in = context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
         self._in.bind(to_core_address)

@@ -69,8 +69,10 @@ class RequestBook:
     def _displace(self, request: Request, now: float) -> list[RequestEvent]:
         """Makes place in a full queue by sending away its least urgent, youngest request if that is less urgent."""
         key = self.config.priority_key
+        if not self.config.uses_priority:
+            raise InputError(QUEUE_FULL, status=503)
         worst = max(self.queue.entries, key=lambda e: (key(e.request.priority), e.request.seq))
-        if not self.config.uses_priority or key(worst.request.priority) <= key(request.priority):
+        if key(worst.request.priority) <= key(request.priority):
             raise InputError(QUEUE_FULL, status=503)
         self.queue.remove(worst)
         return [self._end_waiting(worst.request, FinishReason("abort", message=QUEUE_FULL, status_code=503), now)]

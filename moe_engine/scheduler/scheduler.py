@@ -219,9 +219,11 @@ class Scheduler:
             self._preempting = False
         if batch.blocked is not Blocked.ROWS and batch.blocked is not Blocked.TOKENS:
             return batch
-        self._retry_at = self._decode_steps + RETRY_DECODE_STEPS
         entry = batch.blocked_entry
-        if not self.config.uses_priority or batch.jobs or entry is None:
+        if batch.jobs or entry is None:  # what was admitted counts for less from the next step on: look again then
+            return batch
+        self._retry_at = self._decode_steps + RETRY_DECODE_STEPS
+        if not self.config.uses_priority:
             return batch
         need = self.config.ceil_page(len(entry.tokens)) + self.config.page_size
         victims = choose_preempted(book.in_rows(), entry.request, self.config, self.memory, need)
@@ -236,10 +238,8 @@ class Scheduler:
         return self._admit(num_mixed, may_admit)
 
     def _admit(self, num_mixed: int, may_admit: bool) -> PrefillBatch:
-        book = self.book
-        return self._admission.build(
-            self.ratio.value, book.decodes, book.num_running, book.chunked, num_mixed, may_admit
-        )
+        book, ratio = self.book, self.ratio.value
+        return self._admission.build(ratio, book.decodes, book.num_running, book.chunked, num_mixed, may_admit)
 
     def _prefill_into(self, draft: PlanDraft, batch: PrefillBatch) -> None:
         now = self._clock()

@@ -54,6 +54,6 @@ def load_snapshot(book: RequestBook) -> LoadSnapshot:
         num_running=book.num_running,
         num_waiting=len(book.queue),
         num_used=book.memory.num_used,
-        num_waiting_tokens=sum(len(entry.tokens) for entry in book.queue.entries),
+        num_waiting_tokens=book.queue.num_tokens,
         num_slots=book.memory.slots.num_slots,
     )

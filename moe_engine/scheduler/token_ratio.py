@@ -16,6 +16,8 @@ class NewTokenRatio:
         self.lowest = min(self.initial * config.min_new_token_ratio_factor, 1.0)
         self._steps = config.new_token_ratio_decay_steps
         self._retract_steps = config.retract_decode_steps
+        self.value: float = self.initial
+        self._decay: float = 0.0
         self.reset()
 
     def decay(self) -> None:

@@ -65,6 +65,8 @@ class WaitingQueue:
         self._ages = config.effective_policy != "fcfs"
         self._last_deadline = 0
         self._admissions = 0
+        self.num_tokens = 0
+        """Tokens of all entries."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -79,6 +81,7 @@ class WaitingQueue:
         tokens = request.prompt_ids + request.output_ids if request.output_ids else request.prompt_ids
         entry = Waiting(request, tokens, prefix_limit(request))
         self._place(entry, FRONT if front else NORMAL)
+        self.num_tokens += len(tokens)
         if self._ages and not front:
             due = self._admissions + len(self._entries) + self._config.max_overtakes
             self._last_deadline = entry.deadline = max(due, self._last_deadline)
@@ -87,9 +90,8 @@ class WaitingQueue:
 
     def remove(self, entry: Waiting) -> None:
         """Takes an entry out."""
-        index = bisect_left(self._entries, entry.key, key=_KEY)
-        assert self._entries[index] is entry
-        del self._entries[index]
+        self._unplace(entry)
+        self.num_tokens -= len(entry.tokens)
         entry.deadline = -1
 
     def admit(self, entries: list[Waiting]) -> None:
@@ -102,6 +104,7 @@ class WaitingQueue:
         """Empties the queue."""
         requests = [entry.request for entry in self._entries]
         self._entries.clear()
+        self.num_tokens = 0
         self._by_arrival.clear()
         return requests
 
@@ -111,7 +114,7 @@ class WaitingQueue:
         while waiting and waiting[0].deadline < self._admissions:
             entry = waiting.popleft()
             if entry.deadline >= 0:
-                self.remove(entry)
+                self._unplace(entry)
                 self._place(entry, FRONT)
 
     def regions(self) -> tuple[list[Waiting], list[Waiting]]:
@@ -125,3 +128,8 @@ class WaitingQueue:
         by_policy = -request.max_new_tokens if config.effective_policy == "lof" and region == NORMAL else 0
         entry.key = (priority, region, by_policy, request.seq)
         insort(self._entries, entry, key=_KEY)
+
+    def _unplace(self, entry: Waiting) -> None:
+        index = bisect_left(self._entries, entry.key, key=_KEY)
+        assert self._entries[index] is entry
+        del self._entries[index]

@@ -18,6 +18,7 @@ from moe_engine.server.native_api import NativeApi
 from moe_engine.server.observers import Observers, RequestLog
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_completions import CompletionsApi
+from moe_engine.server.parse_api import ParseApi
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.chat_template import load_chat_template
@@ -100,12 +101,14 @@ def _add_openai(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_native(app: FastAPI, state: ServerState) -> None:
-    native, control = NativeApi(state), ControlApi(state)
+    native, control, parse = NativeApi(state), ControlApi(state), ParseApi(state)
     _route(app, "/generate", native.generate, native_body, "POST PUT")
     _route(app, "/abort_request", native.abort_request, native_body, "POST")
     _route(app, "/flush_cache", native.flush_cache, native_body, "GET POST")
     _route(app, "/tokenize /v1/tokenize", native.tokenize, native_body, "POST")
     _route(app, "/detokenize /v1/detokenize", native.detokenize, native_body, "POST")
+    _route(app, "/separate_reasoning", parse.separate_reasoning, native_body, "POST")
+    _route(app, "/parse_function_call", parse.parse_function_call, native_body, "POST")
     _route(app, "/health /ready /ping", control.health, native_body, "GET HEAD")
     _route(app, "/health_generate", control.health_generate, native_body)
     _route(app, "/model_info /get_model_info", control.model_info, native_body)

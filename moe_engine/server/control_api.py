@@ -23,7 +23,7 @@ LATER_ENDPOINTS = (
     "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
     "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation", "/continue_generation",
     "/start_profile", "/stop_profile", "/open_session", "/close_session", "/load_lora_adapter", "/unload_lora_adapter",
-    "/encode", "/classify", "/parse_function_call", "/separate_reasoning", "/configure_logging", "/set_internal_state",
+    "/encode", "/classify", "/configure_logging", "/set_internal_state",
     "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
     "/invocations", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/responses", "/v1/classify",
     "/v1/audio/transcriptions", "/v1/messages", "/v1/files", "/v1/batches",

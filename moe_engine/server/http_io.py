@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import InputError
@@ -42,11 +43,14 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGoneError from None
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

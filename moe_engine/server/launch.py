@@ -12,7 +12,8 @@ import logging
 import socket
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moe_engine import logs
 from moe_engine.config import explain
@@ -20,7 +21,10 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.launch_plan import prepare
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine.core_process import CoreProcess
-from moe_engine.engine.start import engine_info, start_core
+from moe_engine.engine.start import engine_info, frontend_settings, open_tokenizer, start_core
+
+if TYPE_CHECKING:
+    from moe_engine.engine.client import CoreClient
 
 logger = logging.getLogger("moe_engine")
 
@@ -45,7 +49,7 @@ def serve(args: EngineArgs) -> int:
     core = start_core(config)
     sock: socket.socket | None = None
     try:
-        for line in (*args.notes, *explain.start_lines(config)):
+        for line in explain.start_lines(config):
             logger.info("%s", line)
         import uvloop
 
@@ -66,23 +70,16 @@ async def _serve(config: ResolvedConfig, core: CoreProcess, sock: socket.socket,
     from moe_engine.server.app import create_app
     from moe_engine.server.serve import serve as serve_http
     from moe_engine.server.stop import StopSwitch
-    from moe_engine.tokenizer.tokenizer import load_tokenizer
 
-    model = config.args.model
-    tokenizer = None
-    if not model.skip_tokenizer_init:
-        tokenizer = load_tokenizer(
-            config.tokenizer_path,
-            mode=model.tokenizer_mode,
-            trust_remote_code=model.trust_remote_code,
-            revision=model.revision,
-        )
+    tokenizer = open_tokenizer(config)
     settings = server_settings(config)
     facts = await asyncio.get_running_loop().run_in_executor(None, core.wait_ready)
     client = CoreClient(core, engine_info(facts))
-    app = create_app(Frontend(client, tokenizer, settings.frontend()), client, settings)
+    app = create_app(Frontend(client, tokenizer, frontend_settings(config)), client, settings)
     switch = StopSwitch()
     core.on_death(lambda cause: switch.stop_after(DEAD_ENGINE_GRACE_SECONDS), asyncio.get_running_loop())
+
+    watchdog = asyncio.create_task(_watch(core, client, config.server.watchdog_timeout))
 
     async def ready(host: str, port: int) -> None:
         logger.info("%s", logs.READY_LINE)
@@ -96,10 +93,24 @@ async def _serve(config: ResolvedConfig, core: CoreProcess, sock: socket.socket,
         on_ready=ready,
         stop=switch,
     )
+    watchdog.cancel()
     if core.dead:
         return ENGINE_DIED
     await client.shutdown()
     return 0
+
+
+async def _watch(core: CoreProcess, client: CoreClient, timeout: float) -> None:
+    """Ends an engine whose step does not end: its requests get an error and a supervisor starts it anew."""
+    while not core.dead:
+        await asyncio.sleep(min(1.0, timeout / 4))
+        health = client.health()
+        if health.last_step_age > timeout:
+            core.kill(
+                f"step {health.last_step + 1} did not end within {timeout:g} s (--watchdog-timeout) with "
+                f"{health.num_running} requests running"
+            )
+            return
 
 
 def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> None:
@@ -116,7 +127,7 @@ def server_settings(config: ResolvedConfig) -> Any:
     from moe_engine.server.settings import ServerSettings
 
     server, log, model = config.server, config.logging, config.args.model
-    hidden = {"api_key", "admin_api_key"}
+    front = frontend_settings(config)
     return ServerSettings(
         host=server.host,
         port=server.port,
@@ -133,10 +144,25 @@ def server_settings(config: ResolvedConfig) -> Any:
         log_requests_level=log.log_requests_level,
         log_level=log.log_level,
         log_level_http=log.log_level_http,
-        stream_interval=config.scheduling.stream_interval,
-        incremental_streaming_output=server.incremental_streaming_output,
-        allow_auto_truncate=server.allow_auto_truncate,
+        stream_interval=front.stream_interval,
+        incremental_streaming_output=front.incremental_streaming_output,
+        allow_auto_truncate=front.allow_auto_truncate,
+        preferred_sampling_params=front.preferred_sampling_params,
+        sampling_defaults=generation_defaults(config) if server.sampling_defaults == "model" else {},
         skip_tokenizer_init=model.skip_tokenizer_init,
         watchdog_timeout=server.watchdog_timeout,
-        server_args={k: v for k, v in config.args.flat().items() if k not in hidden},
+        server_args=config.flat(),
     )
+
+
+def generation_defaults(config: ResolvedConfig) -> dict[str, Any]:
+    """Sampling fields of the checkpoint's generation_config.json."""
+    try:
+        found = json.loads((Path(config.model_path) / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    defaults = {name: found[name] for name in names if found.get(name) is not None}
+    if defaults.get("top_k") == 0:
+        defaults["top_k"] = -1  # transformers' word for the whole vocabulary
+    return defaults

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.server.state import ServerState
-from moe_engine.tokenizer.reasoning import THINK_END, THINK_START, ReasoningParser, starts_inside
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser, starts_inside
 from moe_engine.tokenizer.tool_calls import MARKERS, ToolCallParser, ToolDelta
 
 
@@ -16,7 +16,7 @@ from moe_engine.tokenizer.tool_calls import MARKERS, ToolCallParser, ToolDelta
 class ParserOptions:
     """How the choices of one request are read."""
 
-    reasoning: bool = False
+    reasoning: ReasoningFormat | None = None
     inside: bool = False
     """The answer starts inside the reasoning."""
     stream_reasoning: bool = True
@@ -29,7 +29,7 @@ class ParserOptions:
 
     def count_reasoning(self, output_ids: Sequence[int]) -> int:
         """Tokens up to and including `</think>`; all of them if it never comes; 0 without reasoning."""
-        if not self.reasoning or self.think_end_id is None:
+        if self.think_end_id is None:
             return 0
         try:
             return output_ids.index(self.think_end_id) + 1
@@ -40,12 +40,11 @@ class ParserOptions:
 def parser_options(state: ServerState, req: ChatRequest, prompt: str, tools: Sequence[dict[str, Any]]) -> ParserOptions:
     """Settles, from flags and request, how the answer to `prompt` is read."""
     settings, tokenizer = state.settings, state.tokenizer()
-    reasoning = settings.reasoning_parser is not None and req.separate_reasoning is not False
-    inside = False
-    if reasoning and settings.reasoning_parser is not None:
-        inside = starts_inside(settings.reasoning_parser, prompt, req.chat_template_kwargs or {})
+    parser = settings.reasoning_parser if req.separate_reasoning is not False else None
+    reasoning = REASONING_FORMATS[parser] if parser else None
+    inside = starts_inside(parser, prompt, req.chat_template_kwargs or {}) if parser else False
     form = settings.tool_call_parser if tools else None
-    markers = (THINK_START, THINK_END) * reasoning + MARKERS * (form is not None)
+    markers = ((reasoning.start, reasoning.end) if reasoning else ()) + (MARKERS if form else ())
     ids = (tokenizer.token_id(marker) for marker in markers)
     return ParserOptions(
         reasoning=reasoning,
@@ -55,7 +54,7 @@ def parser_options(state: ServerState, req: ChatRequest, prompt: str, tools: Seq
         tool_names=frozenset(tool["function"]["name"] for tool in tools),
         parallel_tools=req.parallel_tool_calls is not False,
         keep_special=frozenset(i for i in ids if i is not None and i in tokenizer.special_ids),
-        think_end_id=tokenizer.token_id(THINK_END) if reasoning else None,
+        think_end_id=tokenizer.token_id(reasoning.end) if reasoning else None,
     )
 
 
@@ -64,7 +63,7 @@ class ChoiceParser:
 
     def __init__(self, options: ParserOptions) -> None:
         self._reasoning = (
-            ReasoningParser(inside=options.inside, stream_reasoning=options.stream_reasoning)
+            ReasoningParser(inside=options.inside, stream_reasoning=options.stream_reasoning, form=options.reasoning)
             if options.reasoning
             else None
         )

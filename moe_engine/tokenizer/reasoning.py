@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.tokenizer.stop import overlap
@@ -10,21 +11,50 @@ from moe_engine.tokenizer.stop import overlap
 THINK_START = "<think>"
 THINK_END = "</think>"
 
-REASONING_PARSERS = ("deepseek-r1", "deepseek-v3")
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The tags of a model family, and when its answers start inside the reasoning though no tag says so.
+
+    Args:
+        forced: always.
+        switch: when this chat_template_kwarg is true.
+    """
+
+    start: str = THINK_START
+    end: str = THINK_END
+    forced: bool = False
+    switch: str = ""
+
+
+REASONING_FORMATS = {
+    "deepseek-r1": ReasoningFormat(forced=True),
+    "deepseek-v3": ReasoningFormat(switch="thinking"),
+    "qwen3": ReasoningFormat(),
+    "qwen3-thinking": ReasoningFormat(forced=True),
+    "glm45": ReasoningFormat(),
+    "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
+    "kimi_k2": ReasoningFormat(forced=True),
+}
+REASONING_PARSERS = tuple(REASONING_FORMATS)
 
 
 class ReasoningParser:
-    """Text up to `</think>` is reasoning, the rest is content.
+    """Text up to the end tag (`</think>`) is reasoning, the rest is content.
 
-    A leading `<think>` is dropped. Both parts lose leading white space, reasoning its trailing white space too. Without
+    A leading start tag is dropped. Both parts lose leading white space, reasoning its trailing white space too. Without
     an end tag everything is reasoning. In a stream, whatever could become a tag is held back.
 
     Args:
         inside: whether the answer starts inside the reasoning (the prompt ended with an opened `<think>`).
         stream_reasoning: False gathers the reasoning until it is whole.
+        form: the tags.
     """
 
-    def __init__(self, *, inside: bool, stream_reasoning: bool = True) -> None:
+    def __init__(
+        self, *, inside: bool, stream_reasoning: bool = True, form: ReasoningFormat = REASONING_FORMATS["deepseek-r1"]
+    ) -> None:
+        self._start_tag, self._end_tag = form.start, form.end
         self._inside = inside
         self._stream_reasoning = stream_reasoning
         self._state = "start"
@@ -56,10 +86,10 @@ class ReasoningParser:
 
     def _start(self) -> None:
         text = self._held.lstrip()
-        if not text or (len(text) < len(THINK_START) and THINK_START.startswith(text)):
+        if not text or (len(text) < len(self._start_tag) and self._start_tag.startswith(text)):
             return
-        if text.startswith(THINK_START):
-            self._held = text = text[len(THINK_START) :].lstrip()
+        if text.startswith(self._start_tag):
+            self._held = text = text[len(self._start_tag) :].lstrip()
             self._inside = True
             if not text:
                 return
@@ -69,13 +99,13 @@ class ReasoningParser:
             self._state = "content"
 
     def _reason(self) -> str:
-        at = self._held.find(THINK_END)
+        at = self._held.find(self._end_tag)
         if at >= 0:
             reasoning = self._held[:at].rstrip()
-            self._held, self._state = self._held[at + len(THINK_END) :], "gap"
+            self._held, self._state = self._held[at + len(self._end_tag) :], "gap"
             self._stream_reasoning = True
             return reasoning
-        safe = self._held[: len(self._held) - overlap(self._held, THINK_END)].rstrip()
+        safe = self._held[: len(self._held) - overlap(self._held, self._end_tag)].rstrip()
         self._held = self._held[len(safe) :]
         return safe
 
@@ -92,8 +122,8 @@ class ReasoningParser:
 
 def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) -> bool:
     """Whether the answer to a rendered prompt begins inside the reasoning."""
-    if prompt.rstrip().endswith(THINK_START):
+    form = REASONING_FORMATS[parser]
+    if prompt.rstrip().endswith(form.start):
         return True
-    if parser == "deepseek-v3":
-        return bool(template_kwargs.get("thinking")) and not prompt.rstrip().endswith(THINK_END)
-    return True
+    switched = bool(form.switch and template_kwargs.get(form.switch)) and not prompt.rstrip().endswith(form.end)
+    return form.forced or switched

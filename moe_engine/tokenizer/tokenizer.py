@@ -149,7 +149,7 @@ class Tokenizer:
         self.bos_id = backend.id(self.bos_token) if self.bos_token else None
         self.eos_id = backend.id(self.eos_token) if self.eos_token else None
         self.special_ids = backend.special_ids
-        # as transformers: these two, when the file names either, override the post-processor of tokenizer.json
+        # as Llama tokenizers of transformers 4 (DeepSeek): if the config names either, it overrides the post-processor
         explicit = isinstance(backend, FastBackend) and ("add_bos_token" in config or "add_eos_token" in config)
         self._add_bos = bool(config.get("add_bos_token")) if explicit else None
         self._add_eos = bool(config.get("add_eos_token")) if explicit else None

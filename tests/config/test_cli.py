@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -73,9 +74,10 @@ def test_demo_and_doctor(capsys):
 
 
 def test_generate_needs_a_prompt(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin.read", lambda: "", raising=False)
-    code, _, err = run(capsys, "generate", "--prompt", "")
-    assert code == 2 and "--prompt" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    for argv in (["generate"], ["generate", "--prompt", ""]):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and "--prompt" in err
 
 
 def test_a_launch_that_cannot_fit_is_refused_in_a_second(model_dir):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.parallel.experts import make_routed_experts
@@ -48,7 +48,7 @@ def naive_expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def experts(
     num_experts: int = 5, hidden: int = 12, width: int = 8
-) -> tuple[TorchExperts, object, list[tuple[Tensor, ...]]]:
+) -> tuple[TorchExperts, ExpertWeights, list[tuple[Tensor, Tensor, Tensor]]]:
     kernel = TorchExperts()
     weights = kernel.allocate(num_experts, hidden, width, torch.float32, "cpu")
     parts = [
@@ -65,7 +65,7 @@ def test_grouped_and_padded_layouts() -> None:
     counts = [2, 0, 3, 1, 0]
     x = rand(6, 12, seed=99)
     offsets = torch.tensor([0, 2, 2, 5, 6, 6], dtype=torch.int32)
-    got = kernel.run(ExpertBatch("grouped", x, offsets=offsets), weights)  # type: ignore[arg-type]
+    got = kernel.run(ExpertBatch("grouped", x, offsets=offsets), weights)
     padded = torch.full((5, 4, 12), float("nan"))
     start = 0
     for e, count in enumerate(counts):
@@ -74,7 +74,7 @@ def test_grouped_and_padded_layouts() -> None:
         padded[e, :count] = x[start : start + count]
         start += count
     batch = ExpertBatch("padded", padded, counts=torch.tensor(counts, dtype=torch.int32))
-    got_padded = kernel.run(batch, weights)  # type: ignore[arg-type]
+    got_padded = kernel.run(batch, weights)
     start = 0
     for e, count in enumerate(counts):
         torch.testing.assert_close(got_padded[e, :count], got[start : start + count])
@@ -85,7 +85,7 @@ def test_routed() -> None:
     kernel, weights, parts = experts()
     x, topk_weights = rand(9, 12, seed=50), rand(9, 2, seed=51)
     ids = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(t))[:2] for t in range(9)]).int()
-    got = make_routed_experts(kernel, weights).run(x, topk_weights, ids)  # type: ignore[arg-type]
+    got = make_routed_experts(kernel, weights).run(x, topk_weights, ids)
     want = torch.zeros(9, 12, dtype=torch.float64)
     for t in range(9):
         for k in range(2):

@@ -15,18 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-KINDS = ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
+from tests.models.fp8 import dequantise_fp8, quantise_fp8
 
-VOCAB_SIZE = 320
-BOS, EOS, USER, ASSISTANT, THINK, END_THINK = range(256, 262)
-SPECIAL_TOKENS = (
-    "<｜begin▁of▁sentence｜>",
-    "<｜end▁of▁sentence｜>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<think>",
-    "</think>",
-)
+KINDS = ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 YARN = {
     "type": "yarn",
@@ -219,57 +211,6 @@ def _add_mtp_layer(
         tensors[f"{target}{name}.weight"] = (1 + 0.2 * noise(hidden)).to(like.dtype)
 
 
-def is_quantised(name: str) -> bool:
-    """Which tensors FP8 checkpoints quantise: every projection of the decoder layers; not the gate, norms, eh_proj."""
-    return name.endswith(("_proj.weight", "proj_with_mqa.weight")) and "eh_proj" not in name
-
-
-def quantise_fp8(tensors: dict[str, Tensor], scale_dtype: str = "float32", block: int = 128) -> dict[str, Tensor]:
-    """e4m3 weights and their scale grids; blocks at the edges are shorter."""
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if not is_quantised(name):
-            out[name] = tensor
-            continue
-        rows, cols = tensor.shape
-        grid = torch.empty(-(-rows // block), -(-cols // block))
-        quantised = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
-        for i in range(grid.shape[0]):
-            for j in range(grid.shape[1]):
-                part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
-                scale = tensor[part].float().abs().max().clamp(min=1e-12) / 448
-                if scale_dtype != "float32":
-                    scale = torch.exp2(torch.ceil(torch.log2(scale)))
-                grid[i, j] = scale
-                quantised[part] = (tensor[part].float() / scale).to(torch.float8_e4m3fn)
-        out[name] = quantised
-        if scale_dtype == "float32":
-            out[name + "_scale_inv"] = grid
-        else:
-            bits = (grid.log2() + 127).to(torch.uint8)
-            out[name + "_scale_inv"] = bits if scale_dtype == "uint8" else bits.view(torch.float8_e8m0fnu)
-    return out
-
-
-def dequantise_fp8(
-    tensors: dict[str, Tensor], block: int = 128, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """The same checkpoint in plain floats: written independently of the engine's loader, as an oracle's input."""
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith("_scale_inv"):
-            continue
-        scale = tensors.get(name + "_scale_inv")
-        if scale is None:
-            out[name] = tensor
-            continue
-        if scale.dtype == torch.uint8:
-            scale = torch.exp2(scale.float() - 127)
-        whole = scale.float().repeat_interleave(block, 0).repeat_interleave(block, 1)
-        out[name] = (tensor.float() * whole[: tensor.shape[0], : tensor.shape[1]]).to(dtype)
-    return out
-
-
 def dequantised_copy(source: Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint directory with the FP8 weights of `source` dequantised and quantization_config dropped."""
     path = Path(directory)
@@ -336,37 +277,3 @@ def _write_config(
     (path / "generation_config.json").write_text(
         json.dumps({"bos_token_id": fields["bos_token_id"], "eos_token_id": fields["eos_token_id"]})
     )
-
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ message['content'] }}"
-    "{% elif message['role'] == 'user' %}<｜User｜>{{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}<｜Assistant｜>{{ message['content'] }}<｜end▁of▁sentence｜>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
-)
-
-
-def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
-    """A byte-level tokenizer: ids 0..255 are bytes (in the byte-level alphabet's order), then the special tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    fillers = [f"<|extra_{i}|>" for i in range(len(alphabet) + len(SPECIAL_TOKENS), vocab_size)]
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in fillers])
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIAL_TOKENS[0],
-        "eos_token": SPECIAL_TOKENS[1],
-        "add_bos_token": False,
-        "add_eos_token": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 512,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))

@@ -79,7 +79,9 @@ class Stepper:
 
     def batch(self, chunks: list[Chunk]) -> ForwardBatch:
         """The step's batch, decode chunks first; advances the sequences' lengths."""
-        ids, positions, slots = [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[Tensor] = []
         for chunk in chunks:
             start = self.lengths[chunk.sequence]
             stop = start + len(chunk.tokens)

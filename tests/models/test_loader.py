@@ -17,7 +17,8 @@ from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import load_model
 from moe_engine.models.weights import INDEX_FILE, WeightReader
 from tests.models import stepper
-from tests.models.checkpoints import dequantise_fp8, make_checkpoint, quantise_fp8, write_tensors
+from tests.models.checkpoints import make_checkpoint, write_tensors
+from tests.models.fp8 import dequantise_fp8, quantise_fp8
 from tests.models.stepper import Chunk
 
 Tensors = dict[str, Tensor]

@@ -57,7 +57,10 @@ def test_mixed_batch(oracle: MakeOracle, kind: str, page_size: int, row: str) ->
     want = oracle(kind)
     model, tokens = stepper.load(want.path, row, seed=2, page_size=page_size), want.tokens
     done: list[list[Tensor]] = [[], [], [], []]
-    steps = (((0, 1, False), (1, 40, False)), ((0, 1, True), (2, 5, False), (1, 3, True), (3, 70, False)))
+    steps: tuple[Any, ...] = (
+        ((0, 1, False), (1, 40, False)),
+        ((0, 1, True), (2, 5, False), (1, 3, True), (3, 70, False)),
+    )
     steps += (((3, 20, False), (1, 47, False), (2, 1, True), (0, 2, True)),)
     for step in steps:
         starts = [model.lengths[sequence] for sequence, _, _ in step]
@@ -155,6 +158,21 @@ def test_bfloat16_stays_near(oracle: MakeOracle, kind: str, row: str) -> None:
     got = torch.cat((whole(model, want.tokens[:70]), whole(model, want.tokens[70:], decode=True)))
     error = (got - want.logits).norm(dim=-1) / want.logits.norm(dim=-1)
     assert error.median() < 0.05
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "cpu" in row.values])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3"])
+def test_same_bits_alone_and_in_company(oracle: MakeOracle, kind: str, row: str) -> None:
+    """Rows that promise it: a decoded token does not depend on what else is in the step."""
+    want = oracle(kind)
+    tokens = want.tokens
+    alone, company = stepper.load(want.path, row, seed=1), stepper.load(want.path, row, seed=2)
+    first = [whole(alone, tokens[:20])] + [whole(alone, [token], decode=True) for token in tokens[20:24]]
+    others = [Chunk(1, tokens[:33], False), Chunk(2, tokens[5:7], False)]
+    second = [company.step([Chunk(0, tokens[:20], False), *others])[0]]
+    for i in range(20, 24):
+        second.append(company.step([Chunk(1, [i], True), Chunk(0, [tokens[i]], True), Chunk(2, [7] * i, False)])[1])
+    assert torch.equal(torch.cat(first), torch.cat(second))
 
 
 @every_row

@@ -151,9 +151,9 @@ class Outcome:
 class Simulation:
     """Drives a scheduler and a fake worker as an engine core does, checking invariants each turn."""
 
-    def __init__(self, config: SchedulerConfig, *, overlap: bool = True, check_every: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, *, overlap: bool | int = True, check_every: int = 1) -> None:
         self.config = config
-        self.overlap = overlap
+        self.depth = int(overlap)  # steps that may be in flight while the next is planned
         self.check_every = check_every
         self.now = 0.0
         self.scheduler = Scheduler(config, clock=lambda: self.now)
@@ -204,7 +204,7 @@ class Simulation:
         if self.keep_plans:
             self.plans.append(plan)
         self.worker.submit(plan)
-        while len(self.worker.queue) > (1 if self.overlap else 0):
+        while len(self.worker.queue) > self.depth:
             self.finish_one()
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_slots_are_conserved_under_random_operations(page: int) -> None:
             assert len(more) == count
             bases = {s for s in more if s % page == 0}
             assert bases.isdisjoint(in_use) and all(page <= s < num_slots + page for s in more)
-            assert all(b == s + 1 or b % page == 0 for s, b in zip(more, more[1:]))
+            assert all(b == s + 1 or b % page == 0 for s, b in pairwise(more))
             in_use |= bases
             if not slots:
                 held.append((slots, 0))

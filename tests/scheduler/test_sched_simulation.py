@@ -44,7 +44,9 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     )
 
 
-def play(sim: Simulation, rng: random.Random, num_requests: int, arrival: float, abort: float, long: bool = False) -> None:
+def play(
+    sim: Simulation, rng: random.Random, num_requests: int, arrival: float, abort: float, long: bool = False
+) -> None:
     """Feeds a random trace, aborting now and then at any moment."""
     added = 0
     while added < num_requests:

@@ -44,6 +44,7 @@ NATIVE = [
     ({"text": "a", "sampling_params": {"logit_bias": {"99999": 1}}}, "sampling_params.logit_bias: token id 99999"),
     ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params: 1 objects for 2 prompts"),
     ({"text": ["a", "b"], "sampling_params": [{}, {"n": 0}]}, "sampling_params[1].n"),
+    ({"text": ["a"] * 1000, "sampling_params": {"n": 100}}, "text: 100000 sequences (prompts times n)"),
     ({"text": "a", "rid": 5}, "rid: expected a string"),
     ({"text": "a", "rid": ""}, "rid: expected a string that is not empty"),
     ({"text": "a", "rid": "x" * 300}, "rid: 300 characters long; at most 256"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from moe_engine.errors import ConfigError
+from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, TEXT, get, make_app, post, talk
 
@@ -169,6 +170,28 @@ def test_what_is_not_there():
     for flag, value in (("reasoning_parser", "gpt-oss"), ("tool_call_parser", "pythonic")):
         with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {value}"):
             make_app(FakeClient(), **{flag: value})
+
+
+def test_parsers_as_endpoints():
+    body = {"text": "why</think>because", "reasoning_parser": "deepseek-r1"}
+    got = post(FakeClient(), "/separate_reasoning", body).json()
+    assert got == {"reasoning_text": "why", "text": "because"}
+    text = f'ok {CALLS_BEGIN}{CALL_BEGIN}f{SEPARATOR}{{"a": 1}}{CALL_END}{CALLS_END}'
+    body = {"text": text, "tools": [{"function": {"name": "f"}}], "tool_call_parser": "deepseekv31"}
+    got = post(FakeClient(), "/parse_function_call", body).json()
+    assert got == {"normal_text": "ok ", "calls": [{"tool_index": 0, "name": "f", "parameters": '{"a": 1}'}]}
+    response = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": "x"})
+    assert "tool_call_parser: choose one of deepseekv3, deepseekv31" in response.json()["error"]["message"]
+
+
+def test_cross_origin_and_head():
+    origin = {"Origin": "http://other"}
+    assert get(FakeClient(), "/v1/models", headers=origin, api_key="k").headers["access-control-allow-origin"] == "*"
+
+    async def session(http):
+        return await http.head("/health")
+
+    assert talk(FakeClient(), session).status_code == 200
 
 
 def test_ids_in_ids_out():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_engine.errors import ConfigError
-from moe_engine.tokenizer.reasoning import ReasoningParser, starts_inside
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser, starts_inside
 from moe_engine.tokenizer.tool_calls import (
     CALL_BEGIN,
     CALL_END,
@@ -50,6 +50,12 @@ def test_reasoning(size, inside, text, want):
 def test_reasoning_is_gathered():
     parser = ReasoningParser(inside=True, stream_reasoning=False)
     assert [parser.push(p) for p in ("a", "b", "</think>", "c")] == [("", ""), ("", ""), ("ab", ""), ("", "c")]
+
+
+def test_other_tags():
+    form = REASONING_FORMATS["kimi"]
+    assert reason("◁think▷a◁/think▷b", 3, inside=False, form=form) == ("a", "b")
+    assert not starts_inside("qwen3", "<|im_start|>assistant\n", {})
 
 
 def test_starts_inside():

@@ -47,6 +47,24 @@ struct Keys {
   int parts;
 };
 
+// Memory that the next block will read, fetched a few lines at a time between this block's products: the context lies
+// scattered in pages, where the hardware's own prefetching does not help.
+struct Ahead {
+  const char* rows[2 * BLOCK];
+  int64_t count = 0, lines = 0, row = 0, line = 0;
+
+  int64_t total() const { return count * lines; }
+  void fetch(int64_t n) {
+    for (; n > 0 && row < count; n--) {
+      __builtin_prefetch(rows[row] + line * 64, 0, 2);
+      if (++line == lines) {
+        line = 0;
+        row++;
+      }
+    }
+  }
+};
+
 // The running softmax of a unit's columns: highest score, sum of weights, weighted values (not yet divided).
 struct Running {
   float *high, *total, *out;
@@ -73,7 +91,7 @@ struct Attention {
     return queries.contexts[u.request] - queries.tokens(u.request) + (u.first + column) / heads.group_heads;
   }
 
-  // Query panels and each column's last visible position (-1 for the lanes that fill up a panel).
+  // Query panels and each column's last visible position. Lanes that fill up a panel see what the last column sees.
   void begin(const Unit& u, uint32_t* panels, int32_t* last) const {
     const int64_t padded = panels_of(u.columns) * LANES;
     for (int64_t p = 0; p < padded; p += LANES) {
@@ -84,56 +102,51 @@ struct Attention {
         rows[i] = heads.q + token * heads.q_token + (u.group * heads.group_heads + c % heads.group_heads) * heads.q_head;
       }
       pack_rows(rows, count, heads.key_width, key_steps, panels + p * key_steps);
-      for (int64_t i = 0; i < LANES; i++) last[p + i] = i < count ? int32_t(last_position(u, p + i)) : -1;
+      for (int64_t i = 0; i < LANES; i++) last[p + i] = int32_t(last_position(u, p + std::min(i, count - 1)));
     }
   }
 
   // Weights of one block in units [step][padded], and the rescaling that older sums need. Returns whether any does.
-  bool weigh(float* scores, int64_t first, int64_t count, int64_t padded, int64_t steps, const int32_t* last,
-             const Running& run, float* rescale, uint32_t* weights) const {
-    const F16 scale = set1(heads.scale), floor = set1(-1e30f);
+  // Columns before `seeing` see nothing of the block.
+  bool weigh(const float* scores, float* masked, int64_t first, int64_t count, int64_t seeing, int64_t padded,
+             int64_t steps, const int32_t* last, const Running& run, float* rescale, uint32_t* weights) const {
+    const F16 scale = set1(heads.scale * 1.44269504f), floor = set1(-1e30f);  // powers of two instead of e
     bool any = false;
-    for (int64_t p = 0; p < padded; p += LANES) {
-      int32_t nearest = last[p], farthest = last[p];
-      for (int i = 1; i < LANES; i++) {
-        nearest = std::min(nearest, last[p + i]);
-        farthest = std::max(farthest, last[p + i]);
-      }
-      if (first > farthest) {  // nothing visible: weights 0, sums untouched
-        store(rescale + p, set1(1.f));
-        for (int64_t s = 0; s < steps; s++) std::memset(weights + s * padded + p, 0, LANES * 4);
-        continue;
-      }
-      const I16 limit = load(last + p);
+    for (int64_t p = seeing; p < padded; p += LANES) {
+      const float* s = scores + p;
+      int64_t stride = padded;
       F16 top = load(run.high + p);
       const F16 before = top;
-      for (int64_t k = 0; k < count; k++) {
-        F16 s = load(scores + k * padded + p) * scale;
-        if (first + k > nearest) {
+      if (first + count - 1 > last[p]) {  // positions grow with the columns: the first lane sees least
+        const I16 limit = load(last + p);
+        for (int64_t k = 0; k < count; k++) {
+          F16 score = load(s + k * stride);
           const int32_t position = int32_t(first + k);
-          PARTS_LOOP s.v[i] = limit.v[i] >= position ? s.v[i] : -INFINITY - vf{};
+          PARTS_LOOP score.v[i] = limit.v[i] >= position ? score.v[i] : -INFINITY - vf{};
+          store(masked + k * LANES, score);
         }
-        store(scores + k * padded + p, s);
-        top = max(top, s);
+        s = masked;
+        stride = LANES;
       }
+      for (int64_t k = 0; k < count; k++) top = max(top, load(s + k * stride));
       store(run.high + p, top);
       top = max(top, floor);  // a column that has seen nothing yet keeps -inf, and must not make NaN of it
-      const F16 factor = exp(before - top);
+      const F16 factor = exp2((before - top) * scale), shift = zero() - top * scale;
       store(rescale + p, factor);
       for (int i = 0; i < LANES; i++) any |= rescale[p + i] != 1.f;
       F16 total = load(run.total + p) * factor;
-      for (int64_t s = 0; s < steps; s++) {
-        const int64_t k = s * PER_UNIT<T>;
+      for (int64_t step = 0; step < steps; step++) {
+        const int64_t k = step * PER_UNIT<T>;
         F16 even = zero(), odd = zero();
         if (k < count) {
-          even = exp(load(scores + k * padded + p) - top);
+          even = exp2(fma(load(s + k * stride), scale, shift));
           total = total + even;
         }
         if (PER_UNIT<T> == 2 && k + 1 < count) {
-          odd = exp(load(scores + (k + 1) * padded + p) - top);
+          odd = exp2(fma(load(s + (k + 1) * stride), scale, shift));
           total = total + odd;
         }
-        store_units(weights + s * padded + p, even, odd, T{});
+        store_units(weights + step * padded + p, even, odd, T{});
       }
       store(run.total + p, total);
     }
@@ -142,29 +155,44 @@ struct Attention {
 
   // One split of a unit.
   void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run) const {
-    const int64_t padded = panels_of(u.columns) * LANES;
+    const int64_t padded = panels_of(u.columns) * LANES, used = ceil_div(u.columns, 4) * 4;
     const int64_t end = std::min<int64_t>((index + 1) * SPLIT, last_position(u, u.columns - 1) + 1);
-    float* scores = scratch<float>(SCORES, BLOCK * padded + padded);
-    float* rescale = scores + BLOCK * padded;
+    float* scores = scratch<float>(SCORES, BLOCK * padded + padded + BLOCK * LANES);
+    float *rescale = scores + BLOCK * padded, *masked = rescale + padded;
     uint32_t* weights = scratch<uint32_t>(WEIGHTS, BLOCK * padded);
     uint32_t* values = scratch<uint32_t>(VALUES, (BLOCK + LANES) * value);
     std::fill(run.high, run.high + padded, -INFINITY);
     std::fill(run.total, run.total + padded, 0.f);
+    const int64_t key_piece = row_multiple(T{}), value_panels = value / LANES, value_piece = 4;
+    int64_t seeing = 0;
     for (int64_t first = index * SPLIT; first < end; first += BLOCK) {
       const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
       const bool fresh = first == index * SPLIT;
+      while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels that have passed their last position
       const Keys keys = source.block(u, first, count, steps, values);
-      for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++]))
-        gemm<T>(keys.data[part], keys.stride[part], count, panels + done * LANES, key_steps * LANES, padded / LANES,
-                keys.steps[part], scores, padded, part > 0);
-      if (weigh(scores, first, count, padded, steps, last, run, rescale, weights) && !fresh)
-        for (int64_t c = 0; c < padded; c++) {
+      Ahead ahead;
+      if (first + BLOCK < end) source.ahead(u, first + BLOCK, std::min(BLOCK, end - first - BLOCK), &ahead);
+      const int64_t share = ceil_div(ahead.total(), ceil_div(count, key_piece) + ceil_div(value_panels, value_piece));
+      for (int64_t k = 0; k < count; k += key_piece) {
+        ahead.fetch(share);
+        for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++]))
+          gemm<T>(static_cast<const char*>(keys.data[part]) + k * keys.stride[part], keys.stride[part],
+                  std::min(key_piece, count - k), panels + seeing * key_steps + done * LANES, key_steps * LANES,
+                  (padded - seeing) / LANES, keys.steps[part], scores + k * padded + seeing, padded, part > 0);
+      }
+      if (weigh(scores, masked, first, count, seeing, padded, steps, last, run, rescale, weights) && !fresh)
+        for (int64_t c = seeing; c < u.columns; c++) {
           if (rescale[c] == 1.f) continue;
           const F16 factor = set1(rescale[c]);
           for (int64_t v = 0; v < value; v += LANES)
             store(run.out + c * value + v, load(run.out + c * value + v) * factor);
         }
-      gemm_by_steps<T>(weights, padded, padded, values, steps * LANES, value / LANES, steps, run.out, value, !fresh);
+      for (int64_t v = 0; v < value_panels; v += value_piece) {
+        ahead.fetch(share);
+        gemm_by_steps<T>(weights + seeing, padded, used - seeing, values + v * steps * LANES, steps * LANES,
+                         std::min(value_piece, value_panels - v), steps, run.out + seeing * value + v * LANES, value,
+                         !fresh);
+      }
     }
   }
 
@@ -173,7 +201,7 @@ struct Attention {
     if (from.high[c] == -INFINITY) return;
     const float top = std::max(to.high[c], from.high[c]);
     float factors[LANES] = {to.high[c] - top, from.high[c] - top};
-    store(factors, exp(load(factors)));
+    store(factors, exp2(load(factors) * set1(heads.scale * 1.44269504f)));
     const F16 old = set1(factors[0]), add = set1(factors[1]);
     to.high[c] = top;
     to.total[c] = std::fma(to.total[c], factors[0], from.total[c] * factors[1]);
@@ -257,6 +285,13 @@ struct Attention {
   }
 };
 
+template <class T>
+static INLINE void add_rows(Ahead* ahead, const T* first, int64_t row, int64_t width, const int32_t* slots, int64_t count) {
+  ahead->lines = ceil_div(width * int64_t(sizeof(T)), 64);
+  for (int64_t i = 0; i < count; i++)
+    ahead->rows[ahead->count++] = reinterpret_cast<const char*>(first + (slots ? slots[i] : i) * row);
+}
+
 // The rows of a paged block, in place where the slots follow each other and the kernel can read them so, else copied.
 template <class T>
 static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count, const T** rows) {
@@ -290,6 +325,9 @@ struct LatentSource {
     pack_values(rows, count, latent, steps, values);
     return keys;
   }
+  void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
+    add_rows(lines, cache, row, width, queries.slots + queries.rows[u.request] * queries.slots_row + first, count);
+  }
 };
 
 template <class T>
@@ -304,6 +342,11 @@ struct PagedSource {
     for (int64_t i = 0; i < count; i++) rows[i] = v + slots[i] * v_row + u.group * v_head;
     pack_values(rows, count, width, steps, values);
     return paged_keys(k + u.group * k_head, k_row, width, slots, count, rows);
+  }
+  void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
+    const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
+    add_rows(lines, k + u.group * k_head, k_row, width, slots, count);
+    add_rows(lines, v + u.group * v_head, v_row, width, slots, count);
   }
 };
 
@@ -330,6 +373,9 @@ struct ExpandedSource {
       std::memset(copy + i * stride + width, 0, size_t((padded - width) * size));
     }
     return {{copy, nullptr}, {stride * size, 0}, {steps_of<T>(width), 0}, 1};
+  }
+  void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
+    add_rows(lines, kv + (starts[u.request] + first) * kv_row + u.group * kv_head, kv_row, nope + value, nullptr, count);
   }
 };
 

@@ -6,9 +6,10 @@
 
 namespace moe {
 
-constexpr int64_t K_BLOCK = 1024;      // steps of K per pass: 4 panels of weights stay in the second-level cache
-constexpr int64_t ROW_BLOCK = 96;      // rows of one task when there are many: A's block stays in that cache too
-constexpr int64_t GROUP = 4;           // panels that the kernel works on together
+constexpr int64_t K_BLOCK = 512;   // steps of K per pass: GROUP panels of it, and the next, fit the second-level cache
+constexpr int64_t ROW_BLOCK = 96;  // rows of one task when there are many: so does A's block
+constexpr int64_t GROUP = 4;       // panels that the kernel works on together
+constexpr int64_t FEW_ROWS = 6;    // that many make one pass over the weights: nothing to block for
 
 // A packed matrix: `panels` panels of `steps` steps each, one behind the other.
 struct Packed {
@@ -16,15 +17,19 @@ struct Packed {
   int64_t panels, steps;
 };
 
-// c[m][16 * count] = rows of x times panels [first, first + count), over all of K.
+// c[m][16 * count] = rows of x times panels [first, first + count), over all of K. Panel `next` comes after that.
 template <class T>
 INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, int64_t first, int64_t count,
-                    float* c, int64_t ldc) {
+                    int64_t next, float* c, int64_t ldc) {
   const int64_t panel = w.steps * LANES, steps = steps_of<T>(k);
   const char* a = static_cast<const char*>(x);
   const uint32_t* b = w.data + first * panel;
-  for (int64_t done = 0; done < steps; done += K_BLOCK)
-    gemm<T>(a + 4 * done, ldx, m, b + done * LANES, panel, count, std::min(K_BLOCK, steps - done), c, ldc, done > 0);
+  const int64_t block = m <= FEW_ROWS ? steps : K_BLOCK;
+  for (int64_t done = 0; done < steps; done += block) {
+    const bool last = done + block >= steps;
+    gemm<T>(a + 4 * done, ldx, m, b + done * LANES, panel, count, last ? steps - done : block, c, ldc, done > 0,
+            last ? w.data + next * panel : b + (done + block) * LANES);
+  }
 }
 
 // Rows as the kernel wants them: x itself, or a copy padded with zeros where K is not a multiple of what it reads.

@@ -64,8 +64,8 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
     float* up = gate + unit.rows * GROUP * LANES;
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(x, stride, unit.rows, s.hidden, w, p, here, gate, GROUP * LANES);
-      product<T>(x, stride, unit.rows, s.hidden, w, s.width_panels + p, here, up, GROUP * LANES);
+      product<T>(x, stride, unit.rows, s.hidden, w, p, here, s.width_panels + p, gate, GROUP * LANES);
+      product<T>(x, stride, unit.rows, s.hidden, w, s.width_panels + p, here, p + here, up, GROUP * LANES);
       activate(gate, up, GROUP * LANES, unit.rows, std::min(here * LANES, s.width - column),
                hidden + unit.begin * hidden_stride + column, hidden_stride);
     }
@@ -84,7 +84,7 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
       product<T>(hidden + unit.begin * hidden_stride, hidden_stride * int64_t(sizeof(T)), unit.rows, s.width, w, p, here,
-                 c, GROUP * LANES);
+                 p + here, c, GROUP * LANES);
       const int64_t columns = std::min(here * LANES, s.hidden - column);
       for (int64_t i = 0; i < unit.rows; i++) {
         T* to = out_of(unit, i) + column;
@@ -205,9 +205,10 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     float* up = gate + here * GROUP * LANES;
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
-      product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, p, count, gate, GROUP * LANES);
-      product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, width_panels + p, count, up,
+      product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, p, count, width_panels + p, gate,
                  GROUP * LANES);
+      product<T>(rows.data + row * rows.stride, rows.stride, here, hidden, first, width_panels + p, count, p + count,
+                 up, GROUP * LANES);
       activate(gate, up, GROUP * LANES, here, std::min(count * LANES, width - column), middle + row * stride + column,
                stride);
     }
@@ -222,7 +223,8 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
-      product<T>(middle + row * stride, stride * int64_t(sizeof(T)), here, width, second, p, count, c, GROUP * LANES);
+      product<T>(middle + row * stride, stride * int64_t(sizeof(T)), here, width, second, p, count,
+                 p + count, c, GROUP * LANES);
       finish<T>(c, GROUP * LANES, here, std::min(count * LANES, out_features - column), nullptr,
                 sum ? sum + row * lds + column : nullptr, lds, out + row * ldo + column, ldo);
     }

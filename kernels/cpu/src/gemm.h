@@ -8,10 +8,11 @@
 
 namespace moe {
 
-// A by rows, `lda` bytes apart, each of `steps` units. `panel` is the distance of B's panels in units.
+// A by rows, `lda` bytes apart, each of `steps` units. `panel` is the distance of B's panels in units. `ahead`, if
+// given, is the B of the next call (same panels and steps): it is fetched into the second-level cache meanwhile.
 template <class T>
 void gemm(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps, float* c,
-          int64_t ldc, bool accumulate);
+          int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr);
 
 // A by steps: unit (row, step) at a[step * lda + row]. m must be a multiple of 4.
 template <class T>
@@ -20,6 +21,9 @@ void gemm_by_steps(const uint32_t* a, int64_t lda, int64_t m, const uint32_t* b,
 
 // How many elements of K the kernel reads at once: rows of A must be readable, and zero, up to a multiple of this.
 int64_t k_multiple(bf16);
+// Rows of A that one pass over B takes at most: the natural size of a piece where other work is put in between.
+int64_t row_multiple(bf16);
+int64_t row_multiple(float);
 inline int64_t k_multiple(float) { return 1; }
 
 template <class T>

@@ -119,11 +119,11 @@ static void gemm_tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b,
 
 template <>
 void gemm<bf16>(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps,
-                float* c, int64_t ldc, bool accumulate) {
+                float* c, int64_t ldc, bool accumulate, const uint32_t* ahead) {
 #if defined(MOE_AMX)
   if (use_amx) return gemm_tiles(static_cast<const char*>(a), lda, m, b, panel, np, steps, c, ldc, accumulate);
 #endif
-  tiles<bf16, false>(static_cast<const char*>(a), lda, m, b, panel, np, steps, c, ldc, accumulate);
+  tiles<bf16, false>(static_cast<const char*>(a), lda, m, b, panel, np, steps, c, ldc, accumulate, ahead);
 }
 
 template <>
@@ -158,6 +158,13 @@ int64_t k_multiple(bf16) {
   if (use_amx) return 32;
 #endif
   return 2;
+}
+
+int64_t row_multiple(bf16) {
+#if defined(MOE_AMX)
+  if (use_amx) return 2 * TILE;
+#endif
+  return NARROW_ROWS;
 }
 
 template void pack_rows<bf16>(const bf16* const*, int64_t, int64_t, int64_t, uint32_t*);

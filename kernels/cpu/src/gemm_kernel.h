@@ -83,7 +83,7 @@ struct Dot<bf16> {
 // BY_STEPS: where A's units lie, see gemm.h.
 template <class T, int MR, int NR, bool BY_STEPS>
 __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t steps, float* c,
-                                    int64_t ldc, bool accumulate) {
+                                    int64_t ldc, bool accumulate, const uint32_t* ahead, const uint32_t* ahead2) {
   F16 sums[MR][NR];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
@@ -101,7 +101,11 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
 #pragma GCC unroll 4
     for (int n = 0; n < NR; n++) {
       columns[n] = Dot<T>::columns(b + n * panel);
-      __builtin_prefetch(b + n * panel + 32 * LANES);
+      if (MR <= 2) __builtin_prefetch(b + n * panel + 32 * LANES);
+    }
+    if (MR > 2) {
+      __builtin_prefetch(ahead + k * LANES, 0, 2);
+      __builtin_prefetch(ahead2 + k * LANES, 0, 2);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < MR; m++) {
@@ -125,15 +129,23 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
 
 template <class T, int NR, bool BY_STEPS>
 void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps, float* c,
-                 int64_t ldc, bool accumulate) {
+                 int64_t ldc, bool accumulate, const uint32_t* ahead) {
+  constexpr int FULL = NR == 4 ? TILE_ROWS : NARROW_ROWS;
   const int64_t row_bytes = BY_STEPS ? 4 : lda;
-  int64_t done = 0;
+  // The first tiles share the fetching of `ahead`, one or two panels each; the only tile fetches its own B instead.
+  const int64_t share = m <= FULL ? 0 : m <= 3 * FULL ? 2 : 1;
+  int64_t done = 0, fetch = 0;
   auto run = [&](auto rows) {
     constexpr int MR = decltype(rows)::value;
-    tile<T, MR, NR, BY_STEPS>(a + done * row_bytes, lda, b, panel, steps, c + done * ldc, ldc, accumulate);
+    const uint32_t *first = b + 32 * LANES, *second = b + (NR - 1) * panel + 32 * LANES;
+    if (ahead && share > 0 && fetch < NR) {
+      first = ahead + fetch * panel;
+      second = ahead + (fetch + share - 1) * panel;
+      fetch += share;
+    }
+    tile<T, MR, NR, BY_STEPS>(a + done * row_bytes, lda, b, panel, steps, c + done * ldc, ldc, accumulate, first, second);
     done += MR;
   };
-  constexpr int FULL = NR == 4 ? TILE_ROWS : NARROW_ROWS;
   if constexpr (BY_STEPS) {
     while (done < m) run(std::integral_constant<int, 4>());
   } else {
@@ -158,12 +170,13 @@ void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64
 
 template <class T, bool BY_STEPS>
 void tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps, float* c,
-           int64_t ldc, bool accumulate) {
+           int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr) {
   int64_t n = 0;
   auto run = [&](auto width) {
     constexpr int NR = decltype(width)::value;
     for (; np - n >= NR; n += NR)
-      tile_column<T, NR, BY_STEPS>(a, lda, m, b + n * panel, panel, steps, c + n * LANES, ldc, accumulate);
+      tile_column<T, NR, BY_STEPS>(a, lda, m, b + n * panel, panel, steps, c + n * LANES, ldc, accumulate,
+                                   ahead ? ahead + n * panel : nullptr);
   };
   if constexpr (TILE_PANELS >= 4) run(std::integral_constant<int, 4>());
   if constexpr (TILE_PANELS >= 2) run(std::integral_constant<int, 2>());

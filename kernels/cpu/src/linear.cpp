@@ -31,7 +31,7 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, c, GROUP * LANES);
+      product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, p + count, c, GROUP * LANES);
       finish(c, GROUP * LANES, here, std::min(count * LANES, n - column), bias ? bias + column : nullptr,
              sum ? sum + row * lds + column : nullptr, lds, out + row * ldo + column, ldo);
     }
@@ -65,7 +65,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(a, stride * int64_t(sizeof(T)), here, k, w, p, count, c, GROUP * LANES);
+      product<T>(a, stride * int64_t(sizeof(T)), here, k, w, p, count, p + count, c, GROUP * LANES);
       finish<T>(c, GROUP * LANES, here, std::min(count * LANES, n - column), nullptr, nullptr, 0,
                 out + row * out_token + head * out_head + column, out_token);
     }

@@ -151,10 +151,15 @@ INLINE F16 load(const bf16* p) {
   return r;
 }
 INLINE void store(bf16* p, const F16& x) {
+#if defined(MOE_AVX512_BF16)
+  __m256bh half = _mm512_cvtneps_pbh((__m512)x.v[0]);
+  std::memcpy(p, &half, sizeof half);
+#else
   PARTS_LOOP {
     vh half = __builtin_convertvector(rounded_high(x.v[i]) >> 16, vh);
     std::memcpy(p + i * WIDTH, &half, sizeof(vh));
   }
+#endif
 }
 INLINE F16 round_to(const F16& x, float) { return x; }
 INLINE F16 round_to(const F16& x, bf16) {
@@ -189,10 +194,16 @@ INLINE void store_some(T* p, const F16& x, int64_t n) {
 
 // Units of 16 columns: `even` and `odd` are the two elements of each unit (for fp32 a unit is `even` alone).
 INLINE void store_units(uint32_t* p, const F16& even, const F16& odd, bf16) {
+#if defined(MOE_AVX512_BF16)
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even.v[0]));
+  const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd.v[0]));
+  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+#else
   PARTS_LOOP {
     vu unit = (rounded_high(even.v[i]) >> 16) | (rounded_high(odd.v[i]) & 0xffff0000u);
     std::memcpy(p + i * WIDTH, &unit, sizeof(vu));
   }
+#endif
 }
 INLINE void store_units(uint32_t* p, const F16& even, const F16&, float) {
   PARTS_LOOP std::memcpy(p + i * WIDTH, &even.v[i], sizeof(vf));
@@ -218,18 +229,37 @@ INLINE F16 load_odd(const uint32_t* p) {
 
 // ---- functions ----
 
-// e^x to about 1 ulp; exactly 0 below -87.3 and exactly 1 at 0 (masked scores and rescaling rely on both).
+// 2^n times p, with 0 where `tiny` (n is integral and within range elsewhere).
+INLINE vf scaled(vf p, vf n, vi tiny) {
+#if defined(MOE_AVX512)
+  return (vf)_mm512_maskz_scalef_ps(_mm512_cmpeq_epi32_mask((__m512i)tiny, _mm512_setzero_si512()), (__m512)p, (__m512)n);
+#else
+  return (vf)(((vi)p + (__builtin_convertvector(n, vi) << 23)) & ~tiny);
+#endif
+}
+INLINE vf rounded(vf x) {
+#if defined(MOE_AVX512)
+  return (vf)_mm512_roundscale_ps((__m512)x, 8);
+#else
+  const vf shift = 12582912.f - vf{};  // adding 1.5 * 2^23 leaves no room for a fraction
+  return x + shift - shift;
+#endif
+}
+INLINE vf limited(vf x, float low, float high) {
+#if defined(MOE_AVX512)
+  (void)low, (void)high;  // scaled() saturates by itself
+  return x;
+#else
+  x = x > high ? high - vf{} : x;
+  return x < low ? low - vf{} : x;
+#endif
+}
+
+// e^x to about 1 ulp; exactly 0 below -87.3 and exactly 1 at 0.
 INLINE F16 exp(const F16& in) {
   F16 r;
   PARTS_LOOP {
-    vf x = in.v[i];
-    vi tiny = x < -87.3f;
-    x = x > 88.f ? 88.f - vf{} : x;
-    x = x < -87.3f ? -87.3f - vf{} : x;
-    vf shift = 12582912.f - vf{};  // adding 1.5 * 2^23 rounds to an integer that sits in the low bits
-    vf n = fma(x, 1.44269504f - vf{}, shift);
-    vi power = (vi)n << 23;
-    n = n - shift;
+    const vf x = limited(in.v[i], -87.3f, 88.f), n = rounded(x * 1.44269504f);
     vf f = fma(n, -0.693359375f - vf{}, x);
     f = fma(n, 2.12194440e-4f - vf{}, f);
     vf p = 1.9875691500e-4f - vf{};
@@ -239,7 +269,23 @@ INLINE F16 exp(const F16& in) {
     p = fma(p, f, 1.6666665459e-1f - vf{});
     p = fma(p, f, 5.0000001201e-1f - vf{});
     p = fma(p, f * f, f) + 1.f;
-    r.v[i] = (vf)(((vi)p + power) & ~tiny);
+    r.v[i] = scaled(p, n, (vi)(in.v[i] < -87.3f));
+  }
+  return r;
+}
+// 2^x for x <= 0 or not far above; exactly 0 below -126 and exactly 1 at 0 (the softmax relies on both).
+INLINE F16 exp2(const F16& in) {
+  F16 r;
+  PARTS_LOOP {
+    const vf x = limited(in.v[i], -126.f, 126.f), n = rounded(x), f = x - n;
+    vf p = 1.5403530e-4f - vf{};
+    p = fma(p, f, 1.3333558e-3f - vf{});
+    p = fma(p, f, 9.6181291e-3f - vf{});
+    p = fma(p, f, 5.5504109e-2f - vf{});
+    p = fma(p, f, 2.4022651e-1f - vf{});
+    p = fma(p, f, 6.9314718e-1f - vf{});
+    p = fma(p, f, 1.f - vf{});
+    r.v[i] = scaled(p, n, (vi)(in.v[i] < -126.f));
   }
   return r;
 }

@@ -1,0 +1,129 @@
+"""A server that a benchmark starts, watches and stops: its log lines with times, its processes and their memory.
+
+No command of its own; `benchmarks.startup` and `benchmarks.soak` are the callers.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+
+import psutil
+
+READY_LINE = "The server is fired up and ready to roll!"
+KEPT_LINES = 2000
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """``moe-engine serve`` with these flags, on a free port. A context manager: leaving it stops the server.
+
+    `lines` holds (seconds since the start, text) of what it printed.
+    """
+
+    def __init__(self, flags: Sequence[str] = ()) -> None:
+        self.port = free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.lines: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
+        self._ready = threading.Event()
+        self.ready_seconds: float | None = None
+        command = [sys.executable, "-m", "moe_engine.cli", "serve", "--port", str(self.port), *flags]
+        self._began = time.perf_counter()
+        self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._reader = threading.Thread(target=self._read, name="server output", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def seconds(self) -> float:
+        """Since the process was started."""
+        return time.perf_counter() - self._began
+
+    def wait_ready(self, timeout: float = 300.0) -> float:
+        """Seconds from the start of the process to its READY line.
+
+        Raises:
+            RuntimeError: it ended before, or took longer than `timeout` seconds; with its last lines.
+        """
+        while not self._ready.wait(0.02):
+            if self._popen.poll() is not None and not self._reader.is_alive():
+                raise RuntimeError(f"the server ended with code {self._popen.returncode}:\n{self.tail()}")
+            if self.seconds > timeout:
+                raise RuntimeError(f"the server was not ready after {timeout:.0f} s:\n{self.tail()}")
+        assert self.ready_seconds is not None
+        return self.ready_seconds
+
+    def first_line(self, part: str) -> float | None:
+        """When the first line that holds `part` came, in seconds since the start; None if none did."""
+        return next((moment for moment, line in self.lines if part in line), None)
+
+    def tail(self, count: int = 15) -> str:
+        return "\n".join(line for _, line in list(self.lines)[-count:])
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of each of the server's processes, by name."""
+        return memory_of(self._popen.pid)
+
+    def stop(self) -> int:
+        """Asks the server to end; kills it, and only it, if it does not within 30 s. Returns its exit code."""
+        if self._popen.poll() is None:
+            self._popen.terminate()
+            try:
+                self._popen.wait(30)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
+        self._reader.join(5)
+        return self._popen.returncode
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            moment = self.seconds
+            self.lines.append((moment, line.rstrip("\n")))
+            if READY_LINE in line and self.ready_seconds is None:
+                self.ready_seconds = moment
+                self._ready.set()
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """Resident bytes of a process and of each of its descendants, by role (``front end``, ``core 1``, ...)."""
+    try:
+        parent = psutil.Process(pid)
+        found = {"front end": parent.memory_info().rss}
+        for index, child in enumerate(parent.children(recursive=True), 1):
+            found[f"core {index}"] = child.memory_info().rss
+    except psutil.NoSuchProcess:
+        return {}
+    return found
+
+
+def process_on_port(port: int) -> int | None:
+    """The process that listens on a local port, if this user may know."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                return connection.pid
+    except psutil.AccessDenied:
+        return None
+    return None

@@ -1,0 +1,41 @@
+"""Loading many small weights side by side: whole weights on several threads, each with one operator thread.
+
+Splitting every small copy or packing over all cores costs a barrier each time; on a machine that does other work as
+well, such barriers take most of the loading time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+State = TypeVar("State")
+MAX_THREADS = 16
+
+
+def for_each(count: int, make_state: Callable[[], State], work: Callable[[int, State], None]) -> None:
+    """Calls `work(i, state)` for every i < count, with one state for each thread. The first error is raised."""
+    threads = torch.get_num_threads()
+    share = min(threads, MAX_THREADS, count)
+    if share <= 1:
+        state = make_state()
+        for i in range(count):
+            work(i, state)
+        return
+    counter = iter(range(count))
+    with ThreadPoolExecutor(share, thread_name_prefix="load") as pool:
+        futures = [pool.submit(_drain, counter, make_state, work) for _ in range(share)]
+    torch.set_num_threads(threads)  # what the pool's threads set is the default of threads to come
+    for future in futures:
+        future.result()
+
+
+def _drain(counter: Iterator[int], make_state: Callable[[], State], work: Callable[[int, State], None]) -> None:
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        state = make_state()
+        for i in counter:
+            work(i, state)

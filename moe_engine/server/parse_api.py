@@ -1,0 +1,62 @@
+"""Parsers as endpoints: /separate_reasoning and /parse_function_call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request, Response
+
+from moe_engine.errors import InputError
+from moe_engine.server.http_io import json_response, read_object
+from moe_engine.server.openai_messages import check_tools
+from moe_engine.server.state import ServerState
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser
+
+
+class ParseApi:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def separate_reasoning(self, request: Request) -> Response:
+        """{text, reasoning_parser} -> {reasoning_text, text}."""
+        body = await read_object(request, self._state.settings.max_body_bytes)
+        name = _choice(body, "reasoning_parser", self._state.settings.reasoning_parser, tuple(REASONING_FORMATS))
+        form = REASONING_FORMATS[name]
+        parser = ReasoningParser(inside=form.forced, form=form)
+        pieces = [parser.push(_text(body)), parser.finish()]
+        return json_response(
+            {"reasoning_text": "".join(r for r, _ in pieces), "text": "".join(content for _, content in pieces)}
+        )
+
+    async def parse_function_call(self, request: Request) -> Response:
+        """{text, tools, tool_call_parser} -> {normal_text, calls: [{tool_index, name, parameters}]}."""
+        body = await read_object(request, self._state.settings.max_body_bytes)
+        name = _choice(body, "tool_call_parser", self._state.settings.tool_call_parser, tuple(TOOL_FORMATS))
+        tools = body.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise InputError("tools: expected a list of objects", field="tools")
+        parser = ToolCallParser(name, {tool["function"]["name"] for tool in check_tools(tools)})
+        shown = ""
+        calls: list[dict[str, Any]] = []
+        for text, deltas in (parser.push(_text(body)), parser.finish()):
+            shown += text
+            for delta in deltas:
+                if delta.name is not None:
+                    calls.append({"tool_index": delta.index, "name": delta.name, "parameters": ""})
+                calls[delta.index]["parameters"] += delta.arguments
+        return json_response({"normal_text": shown, "calls": calls})
+
+
+def _text(body: dict[str, Any]) -> str:
+    text = body.get("text")
+    if not isinstance(text, str):
+        raise InputError("text: expected a string", field="text")
+    return text
+
+
+def _choice(body: dict[str, Any], field: str, default: str | None, known: tuple[str, ...]) -> str:
+    name = body.get(field, default)
+    if name not in known:
+        raise InputError(f"{field}: choose one of {', '.join(known)}, got {name!r:.40}", field=field)
+    return str(name)

@@ -1,0 +1,87 @@
+"""Cutting a step for MLA: every query token once, in order, within the limits."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.models.layers.mla_pieces import Piece, cut
+
+
+class CountingMLA(TorchMLA):
+    def __init__(self) -> None:
+        self.planned: list[AttentionBatch] = []
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        self.planned.append(batch)
+        return len(self.planned)
+
+
+def queries(lengths: list[tuple[int, int]], first_row: int = 0) -> PagedQueries:
+    query_lens, context_lens = [q for q, _ in lengths], [c for _, c in lengths]
+    return PagedQueries(
+        query_lens=query_lens,
+        context_lens=context_lens,
+        rows=torch.arange(first_row, first_row + len(lengths), dtype=torch.int32),
+        query_starts=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        context_lens_device=torch.tensor(context_lens, dtype=torch.int32),
+        slot_table=torch.zeros(64, 64, dtype=torch.int32),
+        page_size=1,
+    )
+
+
+def check(
+    pieces: list[Piece], decode: list[tuple[int, int]], prefill: list[tuple[int, int]], limits: tuple[int, int]
+) -> None:
+    seen: list[tuple[int, int]] = []  # (row, position) of each query token, in token order
+    stop = 0
+    for piece in pieces:
+        part = piece.queries
+        assert piece.tokens == slice(stop, stop + part.num_tokens)
+        stop = piece.tokens.stop
+        assert part.query_starts.tolist() == torch.tensor([0, *part.query_lens]).cumsum(0).tolist()
+        assert part.context_lens_device.tolist() == part.context_lens
+        if not piece.absorbed:
+            assert part.num_context_tokens <= limits[0]
+        elif part.rows[0] >= len(decode):
+            assert part.num_tokens <= limits[1]
+        for row, num, context in zip(part.rows.tolist(), part.query_lens, part.context_lens):
+            seen += [(row, position) for position in range(context - num, context)]
+    want = [(i, p) for i, (num, context) in enumerate(decode + prefill) for p in range(context - num, context)]
+    assert seen == want
+
+
+def test_nothing_to_cut() -> None:
+    backend = CountingMLA()
+    batch = AttentionBatch(queries([(1, 9)]), queries([(4, 4), (5, 11)], 1))
+    pieces = cut(batch, backend, "plan", 15, 2)
+    assert [(p.absorbed, p.plan) for p in pieces] == [(True, "plan"), (False, "plan")]
+    assert pieces[0].queries is batch.decode and pieces[1].queries is batch.prefill
+    assert cut(AttentionBatch(None, None), backend, None, 1, 1) == [] and backend.planned == []
+
+
+def test_long_requests_are_absorbed_in_parts() -> None:
+    backend = CountingMLA()
+    prefill = [(4, 4), (5, 21), (3, 3), (6, 6), (4, 9)]
+    pieces = cut(AttentionBatch(None, queries(prefill)), backend, None, 10, 2)
+    check(pieces, [], prefill, (10, 2))
+    assert [p.absorbed for p in pieces] == [False, True, True, True, False, False]
+    assert [p.plan for p in pieces] == [1, 2, 3, 4, 5, 6]
+    assert all((b.decode is not None) == p.absorbed for b, p in zip(backend.planned, pieces))
+
+
+def test_random_steps() -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        groups: list[list[tuple[int, int]]] = []
+        for most in (4, 6):
+            lens = [draw.randint(1, 9) for _ in range(draw.randint(0, most))]
+            groups.append([(n, n + draw.randint(0, 20)) for n in lens])
+        decode, prefill = groups
+        limits = (draw.randint(5, 40), draw.randint(1, 5))
+        batch = AttentionBatch(queries(decode) if decode else None, queries(prefill, len(decode)) if prefill else None)
+        check(cut(batch, TorchMLA(), None, *limits), decode, prefill, limits)
