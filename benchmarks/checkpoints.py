@@ -29,7 +29,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-SPECIAL_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")
+SPECIAL_TOKENS = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+)
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ message['content'] }}"
@@ -91,8 +98,8 @@ _LLAMA: dict[str, Any] = {
     "mlp_bias": False,
 }
 _TINY_MOE = {
-    "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512, "moe_intermediate_size": 128,
-    "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "num_attention_heads": 4,
+    "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512,
+    "moe_intermediate_size": 128, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
     "v_head_dim": 64,
 }  # fmt: skip
@@ -112,7 +119,9 @@ def cache_root() -> Path:
     return Path(base) / "moe-engine" / "benchmarks"
 
 
-def ensure_checkpoint(shape: str = "moe-390m", directory: str | Path | None = None, seed: int = 0, **overrides: Any) -> Path:
+def ensure_checkpoint(
+    shape: str = "moe-390m", directory: str | Path | None = None, seed: int = 0, **overrides: Any
+) -> Path:
     """The directory of the checkpoint, written first if it is not there.
 
     Args:
@@ -161,8 +170,8 @@ _POOL_MARGIN = 1 << 20
 class _Random:
     """Draws of one seed: matrices that keep the size of what they multiply, and norms around 1.
 
-    A draw is a copy of a window, at a random place, of one pool of normal numbers: many times quicker than fresh numbers
-    for every weight, and no product of two of them can tell.
+    A draw is a copy of a window, at a random place, of one pool of normal numbers: many times quicker than fresh
+    numbers for every weight, and no product of two of them can tell.
     """
 
     def __init__(self, seed: int, largest: int) -> None:
@@ -206,7 +215,9 @@ def _shards(config: dict[str, Any], seed: int) -> Iterator[dict[str, Tensor]]:
     is_mla = "kv_lora_rank" in config
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        tensors = {f"{prefix}{name}.weight": draw.norm(hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors = {
+            f"{prefix}{name}.weight": draw.norm(hidden) for name in ("input_layernorm", "post_attention_layernorm")
+        }
         tensors |= (_mla if is_mla else _gqa)(draw, prefix + "self_attn.", config)
         if is_mla and layer >= config["first_k_dense_replace"]:
             tensors |= _moe(draw, prefix + "mlp.", config)
@@ -282,7 +293,9 @@ def write_tokenizer(path: Path, vocab_size: int, context_len: int) -> None:
     room = vocab_size - len(symbols)
     merges = list(itertools.islice(itertools.chain(pairs, spaced, words), max(room, 0)))
     if len(merges) != room:
-        raise ValueError(f"a vocabulary of {vocab_size} cannot be made; it must have {len(symbols)} to about 458,000 entries")
+        raise ValueError(
+            f"a vocabulary of {vocab_size} cannot be made; it must have {len(symbols)} to about 458,000 entries"
+        )
     vocab = {symbol: i for i, symbol in enumerate([*symbols, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -317,7 +330,9 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoints", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(SHAPES))
     parser.add_argument("--directory", help="where to write it (default: the cache)")
     parser.add_argument("--seed", type=int, default=0)

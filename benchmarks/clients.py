@@ -1,7 +1,7 @@
 """How each kind of server is asked: one coroutine a backend, all giving the same `Answer`.
 
-No command of its own. Times are those of the client: the first chunk with a token, then the gaps between chunks; a chunk
-of k tokens counts as k gaps of a k-th each, as bench_serving counts them.
+No command of its own. Times are those of the client: the first chunk with a token, then the gaps between chunks; a
+chunk of k tokens counts as k gaps of a k-th each, as bench_serving counts them.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ class CallOptions:
 Backend = Callable[[httpx.AsyncClient, BenchRequest, CallOptions], Awaitable[Answer]]
 
 
+ReadChunk = Callable[[dict[str, Any], Answer], int]
+"""Takes a chunk in and says how many new tokens it brings."""
+
+
 class _Clock:
     """Turns arrivals of tokens into TTFT and gaps."""
 
@@ -92,16 +96,18 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 async def _ask(
-    client: httpx.AsyncClient, request: BenchRequest, url: str, body: dict[str, Any], stream: bool, read: Callable[[dict[str, Any], Answer], int]
-) -> Answer:  # fmt: skip
-    """Sends one request. `read` takes a chunk and says how many new tokens it brings."""
+    client: httpx.AsyncClient, request: BenchRequest, url: str, body: dict[str, Any], stream: bool, read: ReadChunk
+) -> Answer:
+    """Sends one request."""
     answer = Answer(prompt_len=request.prompt_len)
     clock = _Clock(answer)
     try:
         if stream:
             async with client.stream("POST", url, json=body) as response:
                 if response.status_code != 200:
-                    answer.error = f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:500]}"
+                    answer.error = (
+                        f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:500]}"
+                    )
                 else:
                     async for chunk in events(response):
                         if "error" in chunk:

@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     plain_ids: list[int]
+    chat: Callable[[str], str] | None = None
+    """Writes a message as the model's chat template has it."""
 
     @classmethod
     def from_path(cls, path: str | Path) -> Vocabulary:
@@ -52,6 +55,7 @@ class Vocabulary:
             encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
             plain_ids=[i for i in range(tokenizer.get_vocab_size()) if i not in special],
+            chat=lambda text: _chat_text(file.parent, text),
         )
 
 
@@ -59,33 +63,41 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, default_name: str 
     """The options of bench_serving that choose and shape the request set, with its defaults."""
     group = parser.add_argument_group("dataset")
     group.add_argument("--dataset-name", default=default_name, choices=DATASETS)
-    group.add_argument("--dataset-path", default="", help="ShareGPT JSON file (sharegpt; optional text source of random)")
+    group.add_argument(
+        "--dataset-path", default="", help="ShareGPT JSON file (sharegpt; optional text source of random)"
+    )
     group.add_argument("--num-prompts", type=int, default=1000)
     group.add_argument("--seed", type=int, default=42)
     group.add_argument("--sharegpt-output-len", type=int, help="output length instead of the answer's")
     group.add_argument("--sharegpt-context-len", type=int, help="leave out conversations longer than this")
     group.add_argument("--random-input-len", type=int, default=1024)
     group.add_argument("--random-output-len", type=int, default=1024)
-    group.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are uniform in [ratio x len, len]")
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="lengths are uniform in [ratio x len, len]"
+    )
     group.add_argument("--gsp-num-groups", type=int, default=64)
     group.add_argument("--gsp-prompts-per-group", type=int, default=16)
     group.add_argument("--gsp-system-prompt-len", type=int, default=2048)
     group.add_argument("--gsp-question-len", type=int, default=128)
     group.add_argument("--gsp-output-len", type=int, default=256)
-    group.add_argument("--apply-chat-template", action="store_true", help="send text prompts through /v1/chat/completions' template")
+    group.add_argument(
+        "--apply-chat-template", action="store_true", help="write text prompts as chat messages"
+    )
 
 
 def make_dataset(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
     """The requests that the options describe. Raises ValueError for options that cannot work."""
     rng = random.Random(args.seed)
     if args.dataset_name == "sharegpt":
-        return sharegpt(
-            args.dataset_path, args.num_prompts, vocabulary, rng, args.sharegpt_output_len, args.sharegpt_context_len
-        )
+        lengths = args.sharegpt_output_len, args.sharegpt_context_len
+        chat = vocabulary.chat if args.apply_chat_template else None
+        return sharegpt(args.dataset_path, args.num_prompts, vocabulary, rng, *lengths, chat=chat)
+    if args.apply_chat_template:
+        raise ValueError(f"--apply-chat-template needs prompts of text; --dataset-name {args.dataset_name} has token ids")
     if args.dataset_name in ("random", "random-ids"):
         source = args.dataset_path if args.dataset_name == "random" else ""
-        lengths = args.random_input_len, args.random_output_len, args.random_range_ratio
-        return random_requests(args.num_prompts, *lengths, vocabulary, rng, text_source=source)
+        shape = args.random_input_len, args.random_output_len, args.random_range_ratio
+        return random_requests(args.num_prompts, *shape, vocabulary, rng, text_source=source)
     return generated_shared_prefix(
         args.gsp_num_groups,
         args.gsp_prompts_per_group,
@@ -112,7 +124,7 @@ def random_requests(
     *,
     text_source: str = "",
 ) -> list[BenchRequest]:
-    """Token ids of random lengths; cut from the text of a ShareGPT file where one is given, random numbers otherwise."""
+    """Token ids of random lengths: from the text of a ShareGPT file where one is given, random ones otherwise."""
     if not 0 <= range_ratio <= 1:
         raise ValueError(f"--random-range-ratio is {range_ratio}; it must lie in [0, 1]")
     texts = [question for question, _ in _conversations(text_source)] if text_source else []
@@ -156,16 +168,21 @@ def sharegpt(
     rng: random.Random,
     output_len: int | None = None,
     context_len: int | None = None,
+    *,
+    chat: Callable[[str], str] | None = None,
 ) -> list[BenchRequest]:
     """First question of each conversation; the first answer's length is the output length unless one is given."""
     if not path:
-        raise ValueError("--dataset-name sharegpt needs --dataset-path FILE (nothing is downloaded); or use --dataset-name random")
+        raise ValueError(
+            "--dataset-name sharegpt needs --dataset-path FILE (nothing is downloaded); or use --dataset-name random"
+        )
     conversations = _conversations(path)
     rng.shuffle(conversations)
     requests: list[BenchRequest] = []
     for question, answer in conversations:
         if len(requests) == count:
             break
+        question = chat(question) if chat else question
         prompt_len = len(vocabulary.encode(question))
         wanted = output_len or len(vocabulary.encode(answer))
         if prompt_len < 2 or wanted < 2:
@@ -174,6 +191,19 @@ def sharegpt(
             continue
         requests.append(BenchRequest(question, prompt_len, wanted))
     return requests
+
+
+@lru_cache(maxsize=1)
+def _chat_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _chat_text(folder: Path, text: str) -> str:
+    """The text as a user's message, ready for the assistant's answer."""
+    message = [{"role": "user", "content": text}]
+    return str(_chat_tokenizer(folder).apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
 
 def _conversations(path: str) -> list[tuple[str, str]]:

@@ -1,9 +1,9 @@
 """Python time of a decode step: ``python -m benchmarks.host_time [--num-requests 256]``.
 
-The engine's own loop (inbox, scheduler, worker, events, message encoding) with a model that takes no time: what is left is
-what the host adds to every step. Two runs: with the loop as it serves, where one step is planned while another runs, the
-time between two outputs (and the CPU time of the process, which other programs disturb less); and without that overlap,
-where the parts of a step can be told apart. Target: under 1 ms.
+The engine's own loop (inbox, scheduler, worker, events, message encoding) with a model that takes no time: what is
+left is what the host adds to every step. Two runs: with the loop as it serves, where one step is planned while
+another runs, the time between two outputs (and the CPU time of the process, which other programs disturb less); and
+without that overlap, where the parts of a step can be told apart. Target: under 1 ms.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part]
 def differences_ms(seconds: list[float]) -> list[float]:
     """Milliseconds between readings, the warm-up left out."""
     kept = seconds[WARMUP_STEPS:]
-    return [(after - before) * 1e3 for before, after in zip(kept, kept[1:])]
+    return [(after - before) * 1e3 for before, after in pairwise(kept)]
 
 
 def figures(values: list[float]) -> dict[str, float]:

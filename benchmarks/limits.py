@@ -1,8 +1,8 @@
 """This machine's limits, which fractions are taken of: ``python -m benchmarks.limits [--device cpu] [--json FILE]``.
 
 Memory: GB/s of reading 700 MiB that no cache holds, on all of torch's threads. Several ways are tried and the best
-median counts, so that no engine is flattered by a slow ruler; where a C++ compiler is at hand one of them is a plain loop
-that only loads. Multiplying: GFLOP/s of a 4096 x 4096 x 4096 bf16 product, likewise the best of several calls.
+median counts, so that no engine is flattered by a slow ruler; where a C++ compiler is at hand one of them is a plain
+loop that only loads. Multiplying: GFLOP/s of a 4096 x 4096 x 4096 bf16 product, likewise the best of several calls.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class MeasuredLimits:
         return MachineLimits(self.memory_gb_per_second * 1e9, self.gemm_gflops * 1e9)
 
 
-def measure_limits(device: str = "cpu", *, repeats: int = 7, read_mib: int = READ_MIB, gemm_size: int = GEMM_SIZE) -> MeasuredLimits:
+def measure_limits(
+    device: str = "cpu", *, repeats: int = 7, read_mib: int = READ_MIB, gemm_size: int = GEMM_SIZE
+) -> MeasuredLimits:
     """Measures both limits. Takes a few seconds and 700 MiB."""
     reads = _measure_reads(device, repeats, read_mib)
     gemms = _measure_gemms(device, repeats, gemm_size)
@@ -131,7 +133,7 @@ def _packed_linear(x: Tensor, weight: Tensor) -> Callable[[], Any] | None:
 
 
 def _medians(ways: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, float]:
-    """Median seconds of each way; the ways take turns, so that a disturbance meets them all. One unmeasured turn first."""
+    """Median seconds of each way, after an unmeasured turn. They take turns, so that a disturbance meets them all."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     with torch.no_grad():
         for turn in range(repeats + 1):
@@ -184,7 +186,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         report.write_result("limits", {"limits": asdict(limits)}, device=args.device, path=args.json)
     elif args.device == "cpu":
-        print(json.dumps({"memory_gb_per_second": round(limits.memory_gb_per_second, 2), "gemm_gflops": round(limits.gemm_gflops, 1)}))
+        print(
+            json.dumps(
+                {
+                    "memory_gb_per_second": round(limits.memory_gb_per_second, 2),
+                    "gemm_gflops": round(limits.gemm_gflops, 1),
+                }
+            )
+        )
     return 0
 
 

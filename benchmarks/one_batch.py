@@ -1,8 +1,9 @@
-"""Latency of one static batch, without scheduler and server: ``python -m benchmarks.one_batch --model-path M [options]``.
+"""Latency of one static batch, without scheduler and server: ``python -m benchmarks.one_batch [options]``.
 
-For each batch size, input and output length: the latency of the prefill and of every decode step, as the worker's caller
-sees them. Takes every flag of the engine; options, lines and JSON keys are those of ``sglang.bench_one_batch``.
-`--fraction-of-limits` measures this machine's limits first and adds how much of them was reached.
+For each batch size, input and output length: the latency of the prefill and of every decode step, as the worker's
+caller sees them. Takes every flag of the engine; options, lines and JSON keys are those of
+``sglang.bench_one_batch``. `--fraction-of-limits` measures this machine's limits first and adds how much of them was
+reached.
 
     python -m benchmarks.one_batch --model-path M --batch-size 1 16 --input-len 128 --output-len 32
     python -m benchmarks.one_batch --model-path M --correctness-test
@@ -29,7 +30,11 @@ from moe_engine.errors import ConfigError, MoeEngineError
 
 FIRST_DECODES_SHOWN = 5
 WARMUP_OUTPUT_LEN = 8
-CORRECTNESS_PROMPTS = ("The capital of France is", "The capital of the United Kindom is", "Today is a sunny day and I like")
+CORRECTNESS_PROMPTS = (
+    "The capital of France is",
+    "The capital of the United Kindom is",
+    "Today is a sunny day and I like",
+)
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineArgs]:
@@ -48,7 +53,9 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--result-filename", default="result.jsonl", help="jsonl to append to; empty: none")
     parser.add_argument("--correctness-test", "--correct", action="store_true", help="print what three prompts give")
     parser.add_argument("--cut-len", type=int, default=4, help="tokens of the first of two prefills (correctness test)")
-    parser.add_argument("--log-decode-step", type=int, default=0, help="print every so many decode steps; 0: the first 5")
+    parser.add_argument(
+        "--log-decode-step", type=int, default=0, help="print every so many decode steps; 0: the first 5"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fraction-of-limits", action="store_true")
     own, rest = parser.parse_known_args(argv)

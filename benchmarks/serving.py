@@ -1,9 +1,9 @@
 """Latency and throughput of a running server under load: ``python -m benchmarks.serving [options]``.
 
-An open loop: requests leave at `--request-rate` a second (Poisson; ``inf`` sends all at once) whether or not earlier ones
-are done, unless `--max-concurrency` holds them back. Measured at the client: time to first token, time per output token,
-gaps between tokens, end to end; throughput; goodput, the rate of requests that kept every `--goodput` limit. Options,
-table and JSON keys are those of ``python -m sglang.bench_serving``.
+An open loop: requests leave at `--request-rate` a second (Poisson; ``inf`` sends all at once) whether or not earlier
+ones are done, unless `--max-concurrency` holds them back. Measured at the client: time to first token, time per
+output token, gaps between tokens, end to end; throughput; goodput, the rate of requests that kept every `--goodput`
+limit. Options, table and JSON keys are those of ``python -m sglang.bench_serving``.
 
     moe-engine serve --port 30000 &
     python -m benchmarks.serving --port 30000 --dataset-name random --num-prompts 100 \\
@@ -30,6 +30,10 @@ from benchmarks.clients import BACKENDS, DEFAULT_PORTS, Answer, CallOptions
 from benchmarks.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
 
 REQUEST_TIMEOUT_SECONDS = 6 * 3600
+RECORDED_OPTIONS = (
+    "tag", "backend", "dataset_name", "request_rate", "max_concurrency", "num_prompts", "seed", "sharegpt_output_len",
+    "random_input_len", "random_output_len", "random_range_ratio",
+)  # fmt: skip
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,7 +50,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="checkpoint directory or tokenizer.json (default: the server's model path)")
     add_dataset_arguments(parser)
     load = parser.add_argument_group("load")
-    load.add_argument("--request-rate", type=float, default=float("inf"), help="requests a second, Poisson; inf: all at once")
+    load.add_argument(
+        "--request-rate", type=float, default=float("inf"), help="requests a second, Poisson; inf: all at once"
+    )
     load.add_argument("--max-concurrency", type=int, help="most requests under way at once")
     load.add_argument("--warmup-requests", type=int, default=1)
     load.add_argument("--flush-cache", action="store_true", help="empty the prefix cache after the warm-up")
@@ -58,8 +64,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument("--api-key", help="sent as Authorization: Bearer")
     output = parser.add_argument_group("output")
     output.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="ttft:MS tpot:MS e2el:MS; all must hold")
-    output.add_argument("--output-file", help="jsonl to append to (default: {backend}_{MMDD}_{num_prompts}_{dataset}.jsonl)")
-    output.add_argument("--output-details", action="store_true", help="also write every request's lengths, times and text")
+    output.add_argument(
+        "--output-file", help="jsonl to append to (default: {backend}_{MMDD}_{num_prompts}_{dataset}.jsonl)"
+    )
+    output.add_argument(
+        "--output-details", action="store_true", help="also write every request's lengths, times and text"
+    )
     output.add_argument("--plot", metavar="FILE.png", help="draw the latency distributions")
     output.add_argument("--tag", help="written beside the result")
     output.add_argument("--disable-tqdm", action="store_true")
@@ -204,7 +214,9 @@ async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answ
     return values, answers
 
 
-async def _warm_up(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions, args: argparse.Namespace) -> None:
+async def _warm_up(
+    client: httpx.AsyncClient, request: BenchRequest, options: CallOptions, args: argparse.Namespace
+) -> None:
     """Answers `--warmup-requests` copies of the first request, cut short; then flushes the cache when asked to."""
     short = replace(request, output_len=min(request.output_len, 32))
     ask = BACKENDS[args.backend]
@@ -233,9 +245,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"benchmarks.serving: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     rate = args.request_rate
-    print(serving_report.result_table(values, backend=args.backend, request_rate=rate, max_concurrency=args.max_concurrency))
-    keys = "tag backend dataset_name request_rate max_concurrency num_prompts seed sharegpt_output_len random_input_len random_output_len random_range_ratio"
-    record = {key: getattr(args, key) for key in keys.split()} | {"machine": report.machine()} | values
+    print(
+        serving_report.result_table(
+            values, backend=args.backend, request_rate=rate, max_concurrency=args.max_concurrency
+        )
+    )
+    record = {key: getattr(args, key) for key in RECORDED_OPTIONS} | {"machine": report.machine()} | values
     if args.output_details:
         record |= {
             "input_lens": [a.prompt_len for a in answers],

@@ -59,7 +59,9 @@ def peak_output_throughput(answers: Sequence[Answer]) -> float:
 
 def peak_concurrency(answers: Sequence[Answer]) -> int:
     """The most requests that were under way at once."""
-    changes = [(answer.started, 1) for answer in answers] + [(answer.started + answer.latency, -1) for answer in answers]
+    changes = [(answer.started, 1) for answer in answers] + [
+        (answer.started + answer.latency, -1) for answer in answers
+    ]
     running = most = 0
     for _, change in sorted(changes):
         running += change
@@ -184,7 +186,9 @@ def draw_chart(answers: Sequence[Answer], path: str | Path, title: str) -> None:
             continue
         axis.step(values, [(i + 1) / len(values) for i in range(len(values))], where="post")
         for q, style in ((50, "--"), (99, ":")):
-            axis.axvline(percentile(values, q), linestyle=style, color="grey", label=f"P{q} {percentile(values, q):.1f} ms")
+            axis.axvline(
+                percentile(values, q), linestyle=style, color="grey", label=f"P{q} {percentile(values, q):.1f} ms"
+            )
         axis.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

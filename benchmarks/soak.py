@@ -1,9 +1,10 @@
-"""A long mixed load with clients that vanish: ``python -m benchmarks.soak [--requests 2000] [--url URL | serve flags]``.
+"""A long mixed load with clients that vanish: ``python -m benchmarks.soak [--requests 2000] [--url URL]``.
 
-Requests of every kind (native and OpenAI endpoints, streamed or not, batches, n = 2, log-probabilities, shared prefixes,
-requests that must be refused, control calls) in random order; a part of the clients closes its connection in the middle of
-the answer. Afterwards the KV pool must be as empty as at the start, nobody may run or wait, the server must still answer,
-and its processes must not have grown. Starts a server itself (the embedded model by default) unless `--url` names one.
+Requests of every kind (native and OpenAI endpoints, streamed or not, batches, n = 2, log-probabilities, shared
+prefixes, requests that must be refused, control calls) in random order; a part of the clients closes its connection
+in the middle of the answer. Afterwards the KV pool must be as empty as at the start, nobody may run or wait, the
+server must still answer, and its processes must not have grown. Starts a server itself (the embedded model by
+default) unless `--url` names one.
 """
 
 from __future__ import annotations

@@ -15,7 +15,22 @@ import httpx
 MAX_PROMPT = 160
 MAX_OUTPUT = 48
 NUM_PREFIXES = 6
-WORDS = "the capital of France is what and how many people live there write JSON with two plus seven".split()
+WORDS = (
+    "the",
+    "capital",
+    "of",
+    "France",
+    "is",
+    "what",
+    "how",
+    "many",
+    "people",
+    "live",
+    "there",
+    "two",
+    "plus",
+    "seven",
+)
 
 
 @dataclass(frozen=True)
@@ -199,7 +214,9 @@ async def _streamed(context: SoakContext, kind: Kind, body: dict[str, Any], leav
 async def _abandoned(context: SoakContext, kind: Kind, body: dict[str, Any], patience: float) -> Outcome:
     """Gives up on an answer after `patience` seconds; it may be there before."""
     try:
-        response = await context.client.post(context.url + kind.path, json=body, timeout=httpx.Timeout(30.0, read=patience))
+        response = await context.client.post(
+            context.url + kind.path, json=body, timeout=httpx.Timeout(30.0, read=patience)
+        )
     except httpx.ReadTimeout:
         return Outcome(Outcome.DISCONNECTED)
     return _check(kind, response.status_code, response.text)

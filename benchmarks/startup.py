@@ -1,9 +1,9 @@
 """Start-up time: ``python -m benchmarks.startup [--runs 5] [flags of moe-engine serve]``.
 
-Starts ``moe-engine serve`` (the embedded model unless `--model-path` is given) several times, one after the other: seconds
-from starting the process to its READY line, then to the first answered token of a request sent at once. The parts come
-from the log lines. The first run may also compile kernels that later ones find in the cache; it is shown by itself, and
-the median is that of the others. Target: READY under 6 s.
+Starts ``moe-engine serve`` (the embedded model unless `--model-path` is given) several times, one after the other:
+seconds from starting the process to its READY line, then to the first answered token of a request sent at once. The
+parts come from the log lines. The first run may also compile kernels that later ones find in the cache; it is shown
+by itself, and the median is that of the others. Target: READY under 6 s.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def main(argv: list[str] | None = None) -> int:
         for index in range(args.runs):
             runs.append(start_once(flags, args.timeout))
             run = runs[-1]
-            print(f"run {index + 1}: READY {run['ready_seconds']:.2f} s, first token {run['first_token_seconds']:.2f} s")
+            print(
+                f"run {index + 1}: READY {run['ready_seconds']:.2f} s, first token {run['first_token_seconds']:.2f} s"
+            )
     except (RuntimeError, httpx.HTTPError) as error:
         print(f"benchmarks.startup: {error}", file=sys.stderr)
         return 1
@@ -102,7 +104,10 @@ def main(argv: list[str] | None = None) -> int:
     print(report.table(["start-up (median)", "s"], rows))
     print(f"target: READY under {TARGET_SECONDS:.0f} s: {'pass' if values['passed'] else 'short'}")
     if not args.no_json:
-        print(report.write_result("startup", {"summary": values, "runs": runs, "flags": flags}, path=args.json), file=sys.stderr)
+        print(
+            report.write_result("startup", {"summary": values, "runs": runs, "flags": flags}, path=args.json),
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0..100) by linear interpolation between order statistics, as numpy's default; 0 of nothing."""
+    """The q-th percentile (0..100), linear between order statistics as numpy's default; 0 of nothing."""
     if not values:
         return 0.0
     ordered = sorted(values)

@@ -114,7 +114,7 @@ class ModelWork:
         """Prompts as (tokens to compute, tokens before them whose KV is there), all in one step; one logit row each."""
         tokens = sum(own for own, _ in prompts)
         pairs = sum(own * (own + 1) // 2 + own * cached for own, cached in prompts)
-        weights = self.layer_weights + self.head_weights
+        weights: float = self.layer_weights + self.head_weights
         weights += self.num_moe_layers * self.experts_touched(tokens) * self.expert_weights
         body = self.active_weights - self.head_weights
         return StepWork(

@@ -211,7 +211,7 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     architecture = registry.find(names, raw.get("model_type"), str(file))
     generation = file.parent / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
-    return architecture.parse(Fields(raw, str(file)), defaults)
+    return architecture.parse(Fields({**raw, "architectures": [architecture.name]}, str(file)), defaults)
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder, FeedForward
-from moe_engine.models.layers.gqa import GQAttention
+from moe_engine.models.layers.gqa import GQAttention, query_groups
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import ExpertNames, MoE
 from moe_engine.models.weights import WeightSource
@@ -29,6 +32,9 @@ class DenseModel(Decoder):
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> GQAttention:
         return GQAttention(self.config, layer_index, reader, self.backends, self._parallel, rotary)
+
+    def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        return batch, query_groups(batch)
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         config, layer = self.config, f"model.layers.{layer_index}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import GQABackend
+from moe_engine.kernels.attention.protocol import GQABackend, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
@@ -17,6 +17,8 @@ from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
+
+Groups = list[tuple[slice, PagedQueries]]
 
 
 class GQAttention:
@@ -48,11 +50,12 @@ class GQAttention:
             self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_norm", gqa.head_dim, config.norm_eps)
             self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, hidden: Tensor, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
         q, k, v = self._project(hidden, batch.positions)
         k_cache, v_cache = batch.kv[self._layer_index]
         self._ops.write_kv(k, v, batch.slots, k_cache, v_cache)
-        return self._o(self._attend(q, k_cache, v_cache, batch).flatten(1))
+        groups = query_groups(batch) if groups is None else groups
+        return self._o(self._attend(q, k_cache, v_cache, batch, groups).flatten(1))
 
     def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, D] -> rotated q [T, H, Dh], rotated k and v [T, G, Dh]."""
@@ -68,15 +71,24 @@ class GQAttention:
         self._ops.rotate_leading(k, positions, self._rotary)
         return q, k, v
 
-    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, groups: Groups) -> Tensor:
         """q [T, H, Dh] -> [T, H, Dh], the decode group and the prefill group one behind the other."""
-        groups = [group for group in (batch.attention.decode, batch.attention.prefill) if group and group.num_tokens]
+        paged, plan = self._backend.paged, batch.attention_plan
         if len(groups) == 1:
-            return self._backend.paged(q, k_cache, v_cache, groups[0], self._scale, batch.attention_plan)
+            return paged(q, k_cache, v_cache, groups[0][1], self._scale, plan)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        start = 0
-        for group in groups:
-            tokens = slice(start, start + group.num_tokens)
-            out[tokens] = self._backend.paged(q[tokens], k_cache, v_cache, group, self._scale, batch.attention_plan)
-            start = tokens.stop
+        for tokens, queries in groups:
+            out[tokens] = paged(q[tokens], k_cache, v_cache, queries, self._scale, plan)
         return out
+
+
+def query_groups(batch: ForwardBatch) -> Groups:
+    """The groups of a step that hold tokens, and where; host work once a step, the same for every layer."""
+    groups: Groups = []
+    start = 0
+    for queries in (batch.attention.decode, batch.attention.prefill):
+        if queries is not None and queries.num_tokens:
+            stop = start + queries.num_tokens
+            groups.append((slice(start, stop), queries))
+            start = stop
+    return groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import signal
 import socket
 import threading
@@ -106,12 +107,12 @@ async def serve(
         drain_seconds: longest wait for running requests; None waits for all. A second signal ends the wait.
         stop: ends the server from inside.
     """
-    http_level = (log_level_http or log_level).lower()
+    http_level = logging.getLevelNamesMapping().get((log_level_http or log_level).upper(), logging.INFO)
     config = uvicorn.Config(
         app,
         log_config=None,
         log_level=http_level,
-        access_log=http_level in ("info", "debug", "trace"),
+        access_log=http_level <= logging.INFO,
         http="httptools",
         ws="none",
         lifespan="off",

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from moe_engine.engine.frontend import FrontendSettings
+from moe_engine.errors import ConfigError, InputError
+from moe_engine.types import SamplingParams
 
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 
@@ -60,3 +65,26 @@ class ServerSettings:
             allow_auto_truncate=self.allow_auto_truncate,
             preferred_sampling_params=dict(self.preferred_sampling_params),
         )
+
+
+_GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
+    """Sampling fields of a checkpoint's generation_config.json, checked; empty without one.
+
+    Raises:
+        ConfigError: the file is no JSON object, or a value is out of range.
+    """
+    path = Path(model_dir) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        values = {name: config[name] for name in _GENERATION_FIELDS if config.get(name) is not None}
+        if values.get("top_k") == 0:  # transformers' way to say: the whole vocabulary
+            values["top_k"] = -1
+        SamplingParams.from_dict(values, prefix="")
+    except (msgspec.MsgspecError, InputError) as exc:
+        raise ConfigError(f"{path}: {exc}; mend it, or start with --sampling-defaults openai") from None
+    return values

@@ -155,6 +155,9 @@ def test_kimi_k2_reads_as_deepseek_v3(tmp_path: Path) -> None:
     kimi = {"model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1}
     config = parse(tmp_path, V3 | kimi | {"num_nextn_predict_layers": 0, "architectures": None})
     assert config.moe is not None and config.moe.num_experts == 384 and config.attention.num_heads == 64
+    assert config.architecture == "DeepseekV3ForCausalLM"
+    both = parse(tmp_path, V3 | {"architectures": ["UnknownForCausalLM", "DeepseekV3ForCausalLM"]})
+    assert both.architecture == "DeepseekV3ForCausalLM"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -376,3 +376,41 @@ def test_the_fake_model_knows_both_ends() -> None:
 def test_no_torch_no_numpy() -> None:
     code = "import sys, moe_engine.scheduler; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_batches_count_whole_pages() -> None:
+    s = scheduler(num_slots=1000, page_size=4, max_prefill_tokens=20)
+    for i in range(4):
+        s.add(make_request(str(i), [i] * 5, 1))
+    assert plan(s).counts == [5, 5], "three would be 24 tokens in pages"
+
+
+def test_a_prefix_that_is_in_use_is_not_room() -> None:
+    s = scheduler(num_slots=100, context_len=100)
+    s.add(make_request("old", [5] * 60, 1))
+    answer(s, plan(s))
+    s.add(make_request("a", [6] * 20, 10, ignore_eos=True))
+    answer(s, plan(s))
+    s.add(make_request("b", [5] * 70, 9, ignore_eos=True))  # 10 new and 9 more, but 60 of the 80 free are its prefix
+    made = plan(s)
+    assert made.num_decodes == 1 and made.new_rows == []
+    assert s.memory.tree.num_protected == 20 and s.check_integrity() == []
+
+
+def test_after_a_retraction_prompt_logprobs_are_not_asked_again() -> None:
+    s = scheduler(num_slots=24, init_new_token_ratio=0.0, policy="lof")
+    for i in range(2):
+        request = make_request(str(i), [i + 5] * 4, 11, stop=(4,))
+        request.logprobs = LogprobSpec(start=0, top=2)
+        s.add(request)
+    specs: list[LogprobSpec | None] = []
+    late = False
+    while (made := s.schedule()) is not None:
+        assert isinstance(made, StepPlan)
+        specs += [new.logprobs for new in made.new_rows if new.rid != "late"]
+        if s.stats().num_retracted and not late:
+            late = True
+            s.add(make_request("late", [9] * 4, 20, stop=(4,)))
+            assert [e.request.rid for e in s.book.queue.entries][1:] == ["late"], "the retracted request goes first"
+        answer(s, made)
+    assert late and specs == [LogprobSpec(0, 2), LogprobSpec(0, 2), LogprobSpec(None, 2)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from moe_engine.errors import ConfigError
+from moe_engine.server.settings import load_sampling_defaults
 from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, TEXT, get, make_app, post, talk
@@ -90,7 +92,7 @@ def test_metrics():
         return (await http.get("/metrics")).text
 
     page = talk(client, session, enable_metrics=True)
-    values = {}
+    values: dict[str, float] = {}
     for line in page.splitlines():
         if line and not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
@@ -173,7 +175,7 @@ def test_what_is_not_there():
 
 
 def test_parsers_as_endpoints():
-    body = {"text": "why</think>because", "reasoning_parser": "deepseek-r1"}
+    body: Any = {"text": "why</think>because", "reasoning_parser": "deepseek-r1"}
     got = post(FakeClient(), "/separate_reasoning", body).json()
     assert got == {"reasoning_text": "why", "text": "because"}
     text = f'ok {CALLS_BEGIN}{CALL_BEGIN}f{SEPARATOR}{{"a": 1}}{CALL_END}{CALLS_END}'
@@ -192,6 +194,17 @@ def test_cross_origin_and_head():
         return await http.head("/health")
 
     assert talk(FakeClient(), session).status_code == 200
+
+
+def test_sampling_defaults(tmp_path):
+    assert load_sampling_defaults(tmp_path) == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_k": 0, "do_sample": true, "top_p": null}')
+    assert load_sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": -1}
+    for broken in ("[]", '{"temperature": -1}'):
+        file.write_text(broken)
+        with pytest.raises(ConfigError, match=r"generation_config\.json: .*--sampling-defaults openai"):
+            load_sampling_defaults(tmp_path)
 
 
 def test_ids_in_ids_out():

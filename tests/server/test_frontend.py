@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.server.fake_engine import FakeClient
 from tests.server.harness import TEXT
 
 
-def generate(client, settings=None, **fields):
+def generate(client, settings=None, **fields) -> Any:
     return asyncio.run(Frontend(client, client.tokenizer, settings).generate(GenerateInput(**fields)))
 
 
@@ -173,7 +174,7 @@ def test_auto_truncate():
 def test_ids_only():
     client = FakeClient()
     frontend = Frontend(client, None)
-    out = asyncio.run(frontend.generate(GenerateInput(input_ids=[5, 6])))
+    out: Any = asyncio.run(frontend.generate(GenerateInput(input_ids=[5, 6])))
     assert "text" not in out
     assert out["output_ids"][-1] == 1
     with pytest.raises(InputError, match="--skip-tokenizer-init"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, TEXT, real_server
 
-MESSAGES = CHAT["messages"]
+MESSAGES: Any = CHAT["messages"]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -35,6 +36,7 @@ def start():
     def run(delay):
         process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(delay)], stdout=subprocess.PIPE, text=True)
         started.append(process)
+        assert process.stdout is not None
         word, port = process.stdout.readline().split()
         assert word == "READY"
         return process, f"http://127.0.0.1:{port}"
@@ -46,7 +48,7 @@ def start():
 
 
 def ask_in_background(address):
-    answers = []
+    answers: list[Any] = []
 
     def ask():
         try:

@@ -58,16 +58,16 @@ class TestParsers:
             calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"] or []]
             return message["reasoning_content"] or "", message["content"] or "", calls, choice["finish_reason"]
         reasoning = content = ""
-        calls = []
+        pieces: list[list[str]] = []
         for chunk in events(response):
             delta = chunk["choices"][0]["delta"]
             reasoning += delta.get("reasoning_content", "")
             content += delta.get("content", "")
             for call in delta.get("tool_calls", []):
                 if "id" in call:
-                    calls.append([call["function"]["name"], ""])
-                calls[call["index"]][1] += call["function"]["arguments"]
-        return reasoning, content, [tuple(c) for c in calls], chunk["choices"][0]["finish_reason"]
+                    pieces.append([call["function"]["name"], ""])
+                pieces[call["index"]][1] += call["function"]["arguments"]
+        return reasoning, content, [tuple(c) for c in pieces], chunk["choices"][0]["finish_reason"]
 
     def test_reasoning(self, per_step, stream):
         text = "let me think\n</think>\n\nParis"
@@ -104,8 +104,7 @@ def test_reasoning_tokens_and_prompt_with_tools():
     client = FakeClient("let me think</think>Paris")
     body = {**CHAT, "tools": TOOLS}
     usage = post(client, "/v1/chat/completions", body, reasoning_parser="deepseek-r1").json()["usage"]
-    end = client.tokenizer.token_id("</think>")
-    want = client.tokenizer.encode("let me think</think>Paris", False).index(end) + 1
+    want = len(client.tokenizer.encode("let me think</think>", False))
     assert usage["reasoning_tokens"] == want
     assert '"get_weather"' in client.tokenizer.decode(client.requests[0].prompt_ids)
 

@@ -82,10 +82,12 @@ def test_sandbox(source):
 
 def test_loading(tmp_path):
     assert load_chat_template(None, None, {}) is None
-    assert load_chat_template("{{ 1 }}", "own", {}).render([]) == "1"
+    inline = load_chat_template("{{ 1 }}", "own", {})
+    assert inline and inline.render([]) == "1"
     file = tmp_path / "t.jinja"
     file.write_text("file {{ bos_token }}")
-    assert load_chat_template(str(file), "own", {"bos_token": "B"}).render([]) == "file B"
+    from_file = load_chat_template(str(file), "own", {"bos_token": "B"})
+    assert from_file and from_file.render([]) == "file B"
     with pytest.raises(ConfigError, match="--chat-template nowhere"):
         load_chat_template("nowhere", "own", {})
     with pytest.raises(ConfigError, match="line 1"):

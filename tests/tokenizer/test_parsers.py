@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moe_engine.errors import ConfigError
@@ -75,15 +77,16 @@ def v3(*calls):
     return f"{CALLS_BEGIN}{body}{CALLS_END}"
 
 
-def parse(form, text, size, names=None, **options):
+def parse(form, text, size, names=None, **options) -> Any:
     parser = ToolCallParser(form, names, **options)
-    shown, calls = "", []
+    shown = ""
+    calls: list[list[str]] = []
     steps = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
     for piece, deltas in steps:
         shown += piece
         for delta in deltas:
             if delta.name is not None:
-                assert delta.id.startswith("call_")
+                assert str(delta.id).startswith("call_")
                 assert delta.index == len(calls)
                 calls.append([delta.name, delta.arguments])
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,15 @@ from moe_engine.tokenizer.detokenizer import WindowDetokenizer
 from tests.tokenizer.tiny_tokenizer import LINES, SPECIALS, make_tokenizer, save_tokenizer
 
 TOK = make_tokenizer()
+BACKEND: Any = TOK._backend
+
+
+def id_of(token: str) -> int:
+    found = TOK.token_id(token)
+    assert found is not None
+    return found
+
+
 BOS, EOS = SPECIALS[0], SPECIALS[1]
 
 
@@ -39,14 +49,14 @@ def test_special_tokens_skipped_kept_and_picked():
     ids = TOK.encode(f"a<｜User｜>b{EOS}", False)
     assert TOK.decode(ids) == "ab"
     assert TOK.decode(ids, False) == f"a<｜User｜>b{EOS}"
-    assert TOK.decode(ids, keep={TOK.token_id("<｜User｜>")}) == "a<｜User｜>b"
+    assert TOK.decode(ids, keep={id_of("<｜User｜>")}) == "a<｜User｜>b"
     assert TOK.decode(TOK.encode("<think>x</think>", False)) == "<think>x</think>"
 
 
 def test_token_text_and_bytes():
     ids = TOK.encode("🙂", False)
     assert b"".join(TOK.token_bytes(i) for i in ids).decode() == "🙂"
-    assert TOK.token_text(TOK.token_id(EOS)) == EOS
+    assert TOK.token_text(id_of(EOS)) == EOS
     assert TOK.token_text(TOK.vocab_size + 5) == ""
 
 
@@ -57,7 +67,7 @@ TEXTS = st.text(alphabet=st.sampled_from("ab é你😀🙂‍👩\n<|｜▁"), m
 @given(TEXTS, st.lists(st.integers(1, 5), min_size=1, max_size=40))
 def test_any_split_decodes_the_same(text, sizes):
     ids = TOK.encode(text, False)
-    for detokenizer in (TOK.detokenizer(False), WindowDetokenizer(TOK._backend.decode, frozenset())):
+    for detokenizer in (TOK.detokenizer(False), WindowDetokenizer(BACKEND.decode, frozenset())):
         out, at, turn = "", 0, 0
         while at < len(ids):
             size = sizes[turn % len(sizes)]
@@ -73,7 +83,7 @@ def test_any_tokens_decode_as_the_library_does(ids, skip):
     """Also ids that make no valid UTF-8."""
     detokenizer = TOK.detokenizer(skip)
     out = "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
-    assert out == TOK._backend._tok.decode(ids, skip_special_tokens=skip) == TOK.decode(ids, skip)
+    assert out == BACKEND._tok.decode(ids, skip_special_tokens=skip) == TOK.decode(ids, skip)
 
 
 def test_window_keeps_the_leading_space_of_an_answer():

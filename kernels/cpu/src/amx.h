@@ -72,21 +72,22 @@ namespace moe {
 inline bool amx_permission() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 inline void amx_configure(const TileConfig& config) { _tile_loadconfig(&config); }
 inline void amx_release() { _tile_release(); }
+// The compiler's own intrinsics take literal tile numbers only, not template arguments.
 template <int T>
 inline void amx_zero() {
-  _tile_zero(T);
+  asm volatile("tilezero %%tmm%c0" ::"i"(T));
 }
 template <int T>
 inline void amx_load(const void* from, int64_t stride) {
-  _tile_loadd(T, from, stride);
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
 }
 template <int T>
 inline void amx_store(void* to, int64_t stride) {
-  _tile_stored(T, to, stride);
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
 }
 template <int C, int A, int B>
 inline void amx_dot() {
-  _tile_dpbf16ps(C, A, B);
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 }  // namespace moe

@@ -40,10 +40,11 @@ struct Heads {
   float scale;
 };
 
-// Keys of a block by rows, in one part or two (the second continues the channels of the first).
+// Keys of a block by rows, in one part or two (the second continues the channels of the first). Every piece of
+// row_multiple() rows has an address of its own, so that whole pages are read where they lie.
 struct Keys {
-  const void* data[2];
-  int64_t stride[2], steps[2];
+  const char* data[2][BLOCK / LANES];
+  int64_t stride[2][BLOCK / LANES], steps[2];
   int parts;
 };
 
@@ -55,12 +56,12 @@ struct Ahead {
 
   int64_t total() const { return count * lines; }
   void fetch(int64_t n) {
-    for (; n > 0 && row < count; n--) {
-      __builtin_prefetch(rows[row] + line * 64, 0, 2);
-      if (++line == lines) {
-        line = 0;
-        row++;
-      }
+    for (; n > 0 && row < count; row++) {
+      const int64_t stop = std::min(lines, line + n);
+      n -= stop - line;
+      for (; line < stop; line++) __builtin_prefetch(rows[row] + line * 64, 0, 2);
+      if (line < lines) return;
+      line = 0;
     }
   }
 };
@@ -156,7 +157,7 @@ struct Attention {
   // One split of a unit.
   void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run) const {
     const int64_t padded = panels_of(u.columns) * LANES, used = ceil_div(u.columns, 4) * 4;
-    const int64_t end = std::min<int64_t>((index + 1) * SPLIT, last_position(u, u.columns - 1) + 1);
+    const int64_t whole = last_position(u, u.columns - 1) + 1, end = std::min<int64_t>((index + 1) * SPLIT, whole);
     float* scores = scratch<float>(SCORES, BLOCK * padded + padded + BLOCK * LANES);
     float *rescale = scores + BLOCK * padded, *masked = rescale + padded;
     uint32_t* weights = scratch<uint32_t>(WEIGHTS, BLOCK * padded);
@@ -171,14 +172,14 @@ struct Attention {
       while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels that have passed their last position
       const Keys keys = source.block(u, first, count, steps, values);
       Ahead ahead;
-      if (first + BLOCK < end) source.ahead(u, first + BLOCK, std::min(BLOCK, end - first - BLOCK), &ahead);
+      if (first + BLOCK < whole) source.ahead(u, first + BLOCK, std::min(BLOCK, whole - first - BLOCK), &ahead);
       const int64_t share = ceil_div(ahead.total(), ceil_div(count, key_piece) + ceil_div(value_panels, value_piece));
-      for (int64_t k = 0; k < count; k += key_piece) {
+      for (int64_t k = 0, piece = 0; k < count; k += key_piece, piece++) {
         ahead.fetch(share);
         for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++]))
-          gemm<T>(static_cast<const char*>(keys.data[part]) + k * keys.stride[part], keys.stride[part],
-                  std::min(key_piece, count - k), panels + seeing * key_steps + done * LANES, key_steps * LANES,
-                  (padded - seeing) / LANES, keys.steps[part], scores + k * padded + seeing, padded, part > 0);
+          gemm<T>(keys.data[part][piece], keys.stride[part][piece], std::min(key_piece, count - k),
+                  panels + seeing * key_steps + done * LANES, key_steps * LANES, (padded - seeing) / LANES,
+                  keys.steps[part], scores + k * padded + seeing, padded, part > 0);
       }
       if (weigh(scores, masked, first, count, seeing, padded, steps, last, run, rescale, weights) && !fresh)
         for (int64_t c = seeing; c < u.columns; c++) {
@@ -292,24 +293,46 @@ static INLINE void add_rows(Ahead* ahead, const T* first, int64_t row, int64_t w
     ahead->rows[ahead->count++] = reinterpret_cast<const char*>(first + (slots ? slots[i] : i) * row);
 }
 
-// The rows of a paged block, in place where the slots follow each other and the kernel can read them so, else copied.
+// Points a part's pieces at rows `stride` bytes apart.
+template <class T>
+static INLINE void place(Keys* keys, int part, const void* data, int64_t stride, int64_t steps) {
+  const int64_t rows = row_multiple(T{});
+  keys->steps[part] = steps;
+  for (int64_t piece = 0; piece * rows < BLOCK; piece++) {
+    keys->data[part][piece] = static_cast<const char*>(data) + piece * rows * stride;
+    keys->stride[part][piece] = stride;
+  }
+}
+
+// The rows of a paged block; pieces in place where their slots follow each other and the kernel can read them so, else
+// copied. `rows` become the addresses of all rows.
 template <class T>
 static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count, const T** rows) {
-  const int64_t padded = padded_k<T>(width);
-  bool together = padded == width;
-  for (int64_t i = 0; i < count; i++) {
-    rows[i] = cache + slots[i] * row;
-    together &= slots[i] == slots[0] + i;
-  }
-  if (together) return {{rows[0], nullptr}, {row * int64_t(sizeof(T)), 0}, {steps_of<T>(width), 0}, 1};
-  const int64_t stride = ceil_div(padded * int64_t(sizeof(T)), 64) * 64 + 64;  // odd lines: rows spread over cache sets
+  const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_rows = row_multiple(T{});
+  const int64_t stride = ceil_div(padded * size, 64) * 64 + 64;  // odd lines: rows spread over cache sets
   char* copy = scratch<char>(KEYS, BLOCK * stride);
-  for (int64_t i = 0; i < count; i++) {
-    std::memcpy(copy + i * stride, rows[i], size_t(width) * sizeof(T));
-    std::memset(copy + i * stride + width * int64_t(sizeof(T)), 0, size_t(padded - width) * sizeof(T));
-    rows[i] = reinterpret_cast<const T*>(copy + i * stride);
+  Keys keys;
+  keys.parts = 1;
+  place<T>(&keys, 0, copy, stride, steps_of<T>(width));
+  for (int64_t first = 0, piece = 0; first < count; first += piece_rows, piece++) {
+    const int64_t last = std::min(first + piece_rows, count);
+    bool together = padded == width;
+    for (int64_t i = first; i < last; i++) {
+      rows[i] = cache + slots[i] * row;
+      together &= slots[i] == slots[first] + i - first;
+    }
+    if (together) {
+      keys.data[0][piece] = reinterpret_cast<const char*>(rows[first]);
+      keys.stride[0][piece] = row * size;
+      continue;
+    }
+    for (int64_t i = first; i < last; i++) {
+      std::memcpy(copy + i * stride, rows[i], size_t(width * size));
+      std::memset(copy + i * stride + width * size, 0, size_t((padded - width) * size));
+      rows[i] = reinterpret_cast<const T*>(copy + i * stride);
+    }
   }
-  return {{copy, nullptr}, {stride, 0}, {steps_of<T>(width), 0}, 1};
+  return keys;
 }
 
 template <class T>
@@ -363,8 +386,13 @@ struct ExpandedSource {
     const T *keys = kv + at * kv_row + u.group * kv_head, *tails = rope + at * rope_row;
     for (int64_t i = 0; i < count; i++) rows[i] = keys + i * kv_row + nope;
     pack_values(rows, count, value, steps, values);
-    if (padded_k<T>(nope) == nope && padded_k<T>(rotary) == rotary)
-      return {{keys, tails}, {kv_row * size, rope_row * size}, {steps_of<T>(nope), steps_of<T>(rotary)}, rotary > 0 ? 2 : 1};
+    Keys view;
+    if (padded_k<T>(nope) == nope && padded_k<T>(rotary) == rotary) {
+      view.parts = rotary > 0 ? 2 : 1;
+      place<T>(&view, 0, keys, kv_row * size, steps_of<T>(nope));
+      place<T>(&view, 1, tails, rope_row * size, steps_of<T>(rotary));
+      return view;
+    }
     const int64_t width = nope + rotary, padded = padded_k<T>(width), stride = padded + 64 / size;
     T* copy = scratch<T>(KEYS, BLOCK * stride);
     for (int64_t i = 0; i < count; i++) {
@@ -372,7 +400,9 @@ struct ExpandedSource {
       std::memcpy(copy + i * stride + nope, tails + i * rope_row, size_t(rotary * size));
       std::memset(copy + i * stride + width, 0, size_t((padded - width) * size));
     }
-    return {{copy, nullptr}, {stride * size, 0}, {steps_of<T>(width), 0}, 1};
+    view.parts = 1;
+    place<T>(&view, 0, copy, stride * size, steps_of<T>(width));
+    return view;
   }
   void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
     add_rows(lines, kv + (starts[u.request] + first) * kv_row + u.group * kv_head, kv_row, nope + value, nullptr, count);

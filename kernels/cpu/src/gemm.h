@@ -21,7 +21,7 @@ void gemm_by_steps(const uint32_t* a, int64_t lda, int64_t m, const uint32_t* b,
 
 // How many elements of K the kernel reads at once: rows of A must be readable, and zero, up to a multiple of this.
 int64_t k_multiple(bf16);
-// Rows of A that one pass over B takes at most: the natural size of a piece where other work is put in between.
+// Rows of A that the kernel likes to take at once, where a caller has a choice.
 int64_t row_multiple(bf16);
 int64_t row_multiple(float);
 inline int64_t k_multiple(float) { return 1; }

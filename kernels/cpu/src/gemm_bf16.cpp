@@ -164,7 +164,7 @@ int64_t row_multiple(bf16) {
 #if defined(MOE_AMX)
   if (use_amx) return 2 * TILE;
 #endif
-  return NARROW_ROWS;
+  return 16;
 }
 
 template void pack_rows<bf16>(const bf16* const*, int64_t, int64_t, int64_t, uint32_t*);

@@ -15,7 +15,7 @@ void gemm_by_steps<float>(const uint32_t* a, int64_t lda, int64_t m, const uint3
   tiles<float, true>(reinterpret_cast<const char*>(a), 4 * lda, m, b, panel, np, steps, c, ldc, accumulate);
 }
 
-int64_t row_multiple(float) { return NARROW_ROWS; }
+int64_t row_multiple(float) { return 16; }
 
 template void pack_rows<float>(const float* const*, int64_t, int64_t, int64_t, uint32_t*);
 template void pack_values<float>(const float* const*, int64_t, int64_t, int64_t, uint32_t*);

@@ -9,11 +9,9 @@ namespace moe {
 
 // Widest tile in panels, and its rows, by the registers there are: accumulators + one B vector a panel + one of A.
 #if defined(MOE_AVX512)
-constexpr int TILE_PANELS = 4, TILE_ROWS = 6, NARROW_ROWS = 12;
-#elif defined(__aarch64__)
-constexpr int TILE_PANELS = 1, TILE_ROWS = 4, NARROW_ROWS = 4;
+constexpr int TILE_PANELS = 4, TILE_ROWS = 6, PAIR_ROWS = 12, SINGLE_ROWS = 16;
 #else
-constexpr int TILE_PANELS = 1, TILE_ROWS = 4, NARROW_ROWS = 4;
+constexpr int TILE_PANELS = 1, TILE_ROWS = 4, PAIR_ROWS = 4, SINGLE_ROWS = 4;
 #endif
 
 // One step: a unit of A, broadcast, times a unit of each of 16 columns.
@@ -93,7 +91,7 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
   // Rows in threes from one pointer each: row + {0, 1, 2} * lda are addresses the machine forms for nothing.
   constexpr int GROUPS = (MR + 2) / 3;
   const char* row[GROUPS];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int g = 0; g < GROUPS; g++) row[g] = a + 3 * g * lda;
   const char* unit = a;
   for (int64_t k = 0; k < steps; k++) {
@@ -117,7 +115,7 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
     if (BY_STEPS) {
       unit += lda;
     } else {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int g = 0; g < GROUPS; g++) row[g] += 4;
     }
   }
@@ -130,7 +128,7 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
 template <class T, int NR, bool BY_STEPS>
 void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps, float* c,
                  int64_t ldc, bool accumulate, const uint32_t* ahead) {
-  constexpr int FULL = NR == 4 ? TILE_ROWS : NARROW_ROWS;
+  constexpr int FULL = NR == 4 ? TILE_ROWS : NR == 2 ? PAIR_ROWS : SINGLE_ROWS;
   const int64_t row_bytes = BY_STEPS ? 4 : lda;
   // The first tiles share the fetching of `ahead`, one or two panels each; the only tile fetches its own B instead.
   const int64_t share = m <= FULL ? 0 : m <= 3 * FULL ? 2 : 1;

@@ -1,0 +1,251 @@
+"""Our engine against transformers and against this machine's limits: ``python -m benchmarks.side_by_side [options]``.
+
+Four workloads on a checkpoint that the script makes (390 M parameters, V3-shaped, bf16): W1 one stream, W2 sixteen,
+W3 thirty-two with a shared prefix, W4 one long prompt. The sides take turns in every round, with fresh prompts that
+no cache has seen; medians count. The machine's limits are measured before and after, and the better measurement is
+used. For transformers the quickest of its own ways is looked for on every workload, and named. About 15 to 40
+minutes; needs a quiet machine. Further options are flags of the engine.
+
+    python -m benchmarks.side_by_side                     everything; JSON in benchmarks/results
+    python -m benchmarks.side_by_side --peers none        the engine alone
+    python -m benchmarks.side_by_side --quick --shape moe-tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.checkpoints import SHAPES, ensure_checkpoint
+from benchmarks.limits import combine, limits_table, measure_limits
+from benchmarks.peers import EngineSide, Run, TransformersSide, agreement
+from benchmarks.stats import median, spread
+from benchmarks.step_work import MachineLimits, ModelWork
+from benchmarks.workloads import TARGETS, WORKLOADS, Target, Workload
+
+KV_TOKENS = 32768
+"""KV pool of the engine: room for every workload, little beside the weights."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The benchmark's own options, and the engine's flags as keywords."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.side_by_side",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=sorted(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-rounds", type=int, help="rounds transformers takes part in (default: all)")
+    parser.add_argument("--peers", choices=("transformers", "none"), default="transformers")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="moe-390m")
+    parser.add_argument("--bench-device", default="cpu", help="device of the limits and of transformers")
+    parser.add_argument("--quick", action="store_true", help="one round of small workloads: a smoke test, no figures")
+    parser.add_argument(
+        "--no-probe", action="store_true", help="take transformers as it comes, without looking for its best way"
+    )
+    parser.add_argument("--name", default="side_by_side", help="part of the result file's name")
+    parser.add_argument("--json", type=Path, help="where to write the result (default: benchmarks/results)")
+    parser.add_argument("--no-json", action="store_true")
+    own, rest = parser.parse_known_args(argv)
+    from moe_engine.config.args import build_parser
+    from moe_engine.config.flags import parse_flags
+
+    return own, {"max_total_tokens": KV_TOKENS, **parse_flags(build_parser(), rest)}
+
+
+def measure(
+    workloads: list[Workload],
+    engine: EngineSide,
+    peer: TransformersSide | None,
+    args: argparse.Namespace,
+    vocab_size: int,
+) -> dict[str, dict[str, list[Run]]]:
+    """All rounds, the sides taking turns; runs by workload and side."""
+    runs: dict[str, dict[str, list[Run]]] = {
+        w.name: {"engine": [], "transformers": [], "by_hand": []} for w in workloads
+    }
+    peer_rounds = args.rounds if args.peer_rounds is None else args.peer_rounds
+    for workload in workloads:
+        warm = workload.shortened().prompts(vocab_size, seed=-2)
+        engine.run(warm, 2)
+    for turn in range(args.rounds):
+        for workload in workloads:
+            found = runs[workload.name]
+            prompts = workload.prompts(vocab_size, seed=turn)
+            found["engine"].append(engine.run(prompts, workload.output_len))
+            line = f"round {turn + 1} {workload.name}: engine {found['engine'][-1].seconds:.2f} s"
+            if peer is not None and turn < peer_rounds:
+                found["transformers"].append(peer.run(prompts, workload.output_len, workload.name))
+                line += f", transformers {found['transformers'][-1].seconds:.2f} s"
+                if workload.shared_len and turn == 0:
+                    hand = peer.run_with_shared_prefix(prompts, workload.shared_len, workload.output_len, workload.name)
+                    found["by_hand"].append(hand)
+                    line += f" ({hand.seconds:.2f} s with the shared prefix computed once by hand)"
+            print(line, flush=True)
+    return runs
+
+
+def side_figures(workload: Workload, runs: list[Run], limit: float) -> dict[str, Any]:
+    """Median rate and how far the rounds lie apart; the fraction of the limit."""
+    seconds = [run.seconds for run in runs]
+    rate = workload.counted_tokens / median(seconds)
+    return {
+        "tokens_per_second": rate,
+        "seconds": seconds,
+        "spread": spread(seconds),
+        "first_token_seconds": median([run.first_token_seconds for run in runs]),
+        "fraction_of_limit": rate / limit,
+    }
+
+
+def workload_result(
+    workload: Workload, runs: dict[str, list[Run]], work: ModelWork, machine: MachineLimits, target: Target | None
+) -> dict[str, Any]:
+    """Everything about one workload, targets judged."""
+    limit = workload.limit(work, machine)
+    result: dict[str, Any] = {"workload": workload.text, "limit_tokens_per_second": limit}
+    result["engine"] = ours = side_figures(workload, runs["engine"], limit)
+    if runs["transformers"]:
+        result["transformers"] = theirs = side_figures(workload, runs["transformers"], limit)
+        result["ratio"] = ours["tokens_per_second"] / theirs["tokens_per_second"]
+        result["agreement"] = agreement(runs["engine"][0].outputs, runs["transformers"][0].outputs)
+    if runs["by_hand"]:
+        result["transformers_prefix_by_hand"] = side_figures(workload, runs["by_hand"], limit)
+    if target is not None:
+        result["target"] = asdict(target)
+        result["passed_fraction"] = ours["fraction_of_limit"] >= target.fraction
+        if target.ratio is not None and "ratio" in result:
+            result["passed_ratio"] = result["ratio"] >= target.ratio
+    return result
+
+
+def result_table(results: dict[str, dict[str, Any]]) -> str:
+    def verdict(result: dict[str, Any], key: str) -> str:
+        return "-" if key not in result else "pass" if result[key] else "short"
+
+    rows = []
+    for name, result in results.items():
+        ours, theirs, target = result["engine"], result.get("transformers"), result.get("target") or {}
+        rows.append(
+            [
+                f"{name}  {result['workload']}",
+                f"{ours['tokens_per_second']:.1f}",
+                f"{result['limit_tokens_per_second']:.1f}",
+                f"{ours['fraction_of_limit']:.0%}",
+                f"{target['fraction']:.0%}" if target else "-",
+                verdict(result, "passed_fraction"),
+                f"{theirs['tokens_per_second']:.1f}" if theirs else "-",
+                f"{result['ratio']:.1f}x" if theirs else "-",
+                f"{target['ratio']:.1f}x" if target.get("ratio") else "-",
+                verdict(result, "passed_ratio"),
+                f"{ours['first_token_seconds'] * 1e3:.0f}",
+                f"{ours['spread']:.0%}",
+            ]
+        )
+    header = [
+        "workload",
+        "tok/s",
+        "limit",
+        "of limit",
+        "target",
+        "",
+        "transf.",
+        "ratio",
+        "target",
+        "",
+        "TTFT ms",
+        "spread",
+    ]
+    return report.table(header, rows)
+
+
+def notes(
+    results: dict[str, dict[str, Any]], peer: TransformersSide | None, touched: dict[str, dict[str, float]]
+) -> list[str]:
+    """What a reader of the table should know."""
+    lines = [
+        "tok/s counts output tokens (W4: prompt tokens), prefill time included.",
+        "spread is (slowest - quickest) / median of the rounds.",
+    ]
+    if peer is not None:
+        lines += [f"{name}: transformers ran with {mode}." for name, mode in peer.modes.items()]
+    for name, counts in touched.items():
+        lines.append(
+            f"{name}: a decode step touched {counts['measured']:.1f} experts a layer; "
+            f"the limit counts {counts['expected']:.1f}."
+        )
+    for name, result in results.items():
+        if "agreement" in result:
+            same = result["agreement"]
+            lines.append(
+                f"{name}: same first token in {same['same_first_token']:.0%} of the answers, "
+                f"{same['mean_common_tokens']:.1f} common tokens on average (bf16 rounding parts them)."
+            )
+        if "transformers_prefix_by_hand" in result:
+            hand = result["transformers_prefix_by_hand"]["tokens_per_second"]
+            ratio = result["engine"]["tokens_per_second"] / hand
+            lines.append(
+                f"{name}: transformers with the shared prefix computed once by hand: {hand:.1f} tok/s, "
+                f"ratio {ratio:.1f}x."
+            )
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, flags = parse_arguments(argv)
+    workloads = [WORKLOADS[name] for name in args.workloads]
+    if args.quick:
+        workloads, args.rounds = [workload.shortened() for workload in workloads], 1
+    path = ensure_checkpoint(args.shape)
+    vocab_size = SHAPES[args.shape]["vocab_size"]
+    work = ModelWork.from_checkpoint(path)
+    size = {"repeats": 2, "read_mib": 128, "gemm_size": 1024} if args.quick else {}
+    began = time.perf_counter()
+    before = measure_limits(args.bench_device, **size)
+    peer = TransformersSide(path, args.bench_device) if args.peers == "transformers" else None
+    touched: dict[str, dict[str, float]] = {}
+    for workload in workloads if peer is not None else []:
+        assert peer is not None
+        if not args.no_probe:
+            print(f"{workload.name}: transformers is quickest with {peer.choose(workload, vocab_size)}", flush=True)
+        count = peer.experts_touched(workload, vocab_size)
+        if count is not None:
+            touched[workload.name] = {"measured": count, "expected": work.experts_touched(workload.num_streams)}
+    engine = EngineSide(path, flags)
+    try:
+        runs = measure(workloads, engine, peer, args, vocab_size)
+        facts = engine.facts()
+    finally:
+        engine.close()
+    limits = combine(before, measure_limits(args.bench_device, **size))
+    targets = {} if args.quick else TARGETS.get(args.shape, {})
+    results = {w.name: workload_result(w, runs[w.name], work, limits.machine, targets.get(w.name)) for w in workloads}
+    print("\n" + limits_table(limits) + "\n")
+    print(result_table(results) + "\n")
+    print("\n".join(notes(results, peer, touched)))
+    values = {
+        "shape": args.shape,
+        "quick": args.quick,
+        "rounds": args.rounds,
+        "seconds": time.perf_counter() - began,
+        "limits": asdict(limits),
+        "engine": facts,
+        "transformers_modes": {name: asdict(mode) for name, mode in peer.modes.items()} if peer else {},
+        "transformers_probes_seconds": peer.probes if peer else {},
+        "experts_touched": touched,
+        "results": results,
+    }
+    if not args.no_json:
+        print(report.write_result(args.name, values, device=args.bench_device, path=args.json), file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

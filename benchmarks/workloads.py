@@ -1,0 +1,102 @@
+"""The four workloads of the side by side, and what the best peer reached on each: the targets.
+
+No command of its own. Targets are the peers' figures on the `moe-390m` checkpoint, as a fraction of the measuring
+machine's own limit and as a ratio to transformers on it; for `dense-101m` only fractions are known.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from benchmarks.step_work import MachineLimits, ModelWork
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to reach and pass. `ratio` is to transformers; None where nobody measured it."""
+
+    fraction: float
+    ratio: float | None
+    peer: str
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`num_streams` greedy requests at once, each of `shared_len` common and `own_len` own prompt tokens."""
+
+    name: str
+    num_streams: int
+    own_len: int
+    output_len: int
+    shared_len: int = 0
+
+    @property
+    def input_len(self) -> int:
+        return self.shared_len + self.own_len
+
+    @property
+    def counted_tokens(self) -> int:
+        """What the rate counts: output tokens, or prompt tokens where the answer is a single token."""
+        return self.num_streams * (self.output_len if self.output_len > 1 else self.input_len)
+
+    @property
+    def text(self) -> str:
+        shared = f"({self.shared_len} shared + {self.own_len} own)" if self.shared_len else str(self.own_len)
+        return f"{self.num_streams} x {shared} in, {self.output_len} out"
+
+    def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
+        """Fresh prompts of random tokens; a new seed gives prompts that no cache has seen. Special ids are left out."""
+        rng = random.Random(f"{self.name} {seed}")
+        plain = range(min(16, vocab_size // 2), vocab_size)
+        shared = rng.choices(plain, k=self.shared_len)
+        return [shared + rng.choices(plain, k=self.own_len) for _ in range(self.num_streams)]
+
+    def limit(self, work: ModelWork, machine: MachineLimits) -> float:
+        """Tokens a second (as `counted_tokens` counts) of an engine that wastes nothing."""
+        return self.counted_tokens / work.generation_seconds(
+            machine, self.num_streams, self.input_len, self.output_len, self.shared_len
+        )
+
+    def shortened(self) -> Workload:
+        """A small one of the same kind, for smoke tests; its figures mean nothing."""
+        return replace(
+            self,
+            num_streams=min(self.num_streams, 4),
+            own_len=max(8, self.own_len // 8),
+            shared_len=self.shared_len // 8,
+            output_len=max(1, self.output_len // 16),
+        )
+
+    def probe(self) -> Workload:
+        """A part of it that tells which way of running is quicker: fewer tokens, the same proportions of work."""
+        if self.output_len == 1:
+            return replace(self, own_len=min(self.own_len, 512))
+        return replace(
+            self, own_len=min(self.own_len, 32), shared_len=min(self.shared_len, 96), output_len=min(self.output_len, 8)
+        )
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("W1", num_streams=1, own_len=128, output_len=128),
+        Workload("W2", num_streams=16, own_len=128, output_len=64),
+        Workload("W3", num_streams=32, own_len=32, output_len=32, shared_len=512),
+        Workload("W4", num_streams=1, own_len=2048, output_len=1),
+    )
+}
+
+TARGETS: dict[str, dict[str, Target]] = {
+    "moe-390m": {
+        "W1": Target(0.63, 3.8, "llama.cpp"),
+        "W2": Target(0.54, 6.4, "SGLang CPU"),
+        "W3": Target(0.63, 53.0, "vLLM CPU"),
+        "W4": Target(0.42, 16.0, "SGLang CPU"),
+    },
+    "dense-101m": {
+        "W1": Target(0.50, None, "llama.cpp"),
+        "W2": Target(0.42, None, "vLLM CPU"),
+        "W4": Target(0.55, None, "vLLM CPU"),
+    },
+}
