@@ -64,10 +64,13 @@ class MLABackend(Protocol):
     def plan(self, batch: AttentionBatch) -> Any:
         """Host work, once a step; the value goes to the calls below as `plan`."""
 
-    def absorbed(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
         """Multi-query over the latent: q [T, H, C+P], cache [num_slots, C+P] -> [T, H, C].
 
-        score = scale * q . cache[slot]; value = cache[slot][:C]; softmax in float32.
+        score = scale * q . cache[slot]; value = cache[slot][:C]; softmax in float32. `value_width` is C; None means all
+        but the last 64 channels, as in every released model.
         """
 
     def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:

@@ -9,8 +9,6 @@ Expanded (prefill): the context's latent becomes keys and values by kv_b, attent
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import MLABackend
@@ -25,9 +23,6 @@ from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
-
-CONTRACT_ROTARY_WIDTH = 64
-"""Backends split a cache row into C and 64 channels; other widths are told to them (keyword `value_width`)."""
 
 LATENT_NORM_EPS = 1e-6
 """Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says."""
@@ -62,9 +57,6 @@ class MLAAttention:
         self._mla, self._layer_index, self._rotary = mla, layer_index, rotary
         self._ops, self._linear = backends.ops, backends.linear
         self._backend: MLABackend = backends.attention  # type: ignore[assignment]
-        self._attend_latent = self._backend.absorbed
-        if mla.qk_rope_head_dim != CONTRACT_ROTARY_WIDTH:
-            self._attend_latent = partial(self._backend.absorbed, value_width=mla.kv_lora_rank)  # type: ignore[call-arg]
         self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
         self._limits = (max_expanded_tokens, max_absorbed_tokens)
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
@@ -131,7 +123,9 @@ class MLAAttention:
         latent = q.new_empty(q.shape[0], mla.num_heads, mla.cache_width)  # [T, H, C+R]
         self._linear.run_heads(q[..., : mla.qk_nope_head_dim], self._w_uk, out=latent[..., : mla.kv_lora_rank])
         latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
-        mixed = self._attend_latent(latent, cache, piece.queries, self._scale, piece.plan)  # [T, H, C]
+        mixed = self._backend.absorbed(
+            latent, cache, piece.queries, self._scale, piece.plan, mla.kv_lora_rank
+        )  # [T, H, C]
         self._linear.run_heads(mixed, self._w_uv, out=out)
 
     def _expanded(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:

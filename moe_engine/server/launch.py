@@ -12,7 +12,6 @@ import logging
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_engine import logs
@@ -124,7 +123,7 @@ def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> N
 
 def server_settings(config: ResolvedConfig) -> Any:
     """The HTTP front end's part of the configuration."""
-    from moe_engine.server.settings import ServerSettings
+    from moe_engine.server.settings import ServerSettings, load_sampling_defaults
 
     server, log, model = config.server, config.logging, config.args.model
     front = frontend_settings(config)
@@ -148,21 +147,8 @@ def server_settings(config: ResolvedConfig) -> Any:
         incremental_streaming_output=front.incremental_streaming_output,
         allow_auto_truncate=front.allow_auto_truncate,
         preferred_sampling_params=front.preferred_sampling_params,
-        sampling_defaults=generation_defaults(config) if server.sampling_defaults == "model" else {},
+        sampling_defaults=load_sampling_defaults(config.model_path) if server.sampling_defaults == "model" else {},
         skip_tokenizer_init=model.skip_tokenizer_init,
         watchdog_timeout=server.watchdog_timeout,
         server_args=config.flat(),
     )
-
-
-def generation_defaults(config: ResolvedConfig) -> dict[str, Any]:
-    """Sampling fields of the checkpoint's generation_config.json."""
-    try:
-        found = json.loads((Path(config.model_path) / "generation_config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    defaults = {name: found[name] for name in names if found.get(name) is not None}
-    if defaults.get("top_k") == 0:
-        defaults["top_k"] = -1  # transformers' word for the whole vocabulary
-    return defaults
