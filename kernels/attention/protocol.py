@@ -77,7 +77,10 @@ class MLABackend(Protocol):
         """The context of every request, one behind the other: [S, C+P]."""
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
-        """Varlen attention over expanded keys: q [T, H, N+P], kv [S, H, N+V] (keys first), k_rope [S, P] -> [T, H, V]."""
+        """Varlen attention over expanded keys: q [T, H, N+P], kv [S, H, N+V], k_rope [S, P] -> [T, H, V].
+
+        kv holds a head's keys first, then its values.
+        """
 
 
 class GQABackend(Protocol):

@@ -71,7 +71,14 @@ class Ops(Protocol):
         """Rotates the first `table.width` channels of x [T, H, *], in place (dense models, partial rotary)."""
 
     def write_latent(
-        self, kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable, slots: Tensor, cache: Tensor
+        self,
+        kv_a: Tensor,
+        weight: Tensor,
+        eps: float,
+        positions: Tensor,
+        table: RotaryTable,
+        slots: Tensor,
+        cache: Tensor,
     ) -> None:
         """Writes MLA's cache rows: kv_a [T, C+R] -> cache[slots] = [rms_norm(latent) | rotated k_rope].
 

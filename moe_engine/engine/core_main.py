@@ -53,7 +53,7 @@ def main() -> int:
         return 1
     ready.send(messages.encode(messages.CoreReady(info)))
     ready.close(5000)
-    # What start-up left behind lives as long as the process: keep the collector from walking it in the middle of a step.
+    # What start-up left behind lives as long as the process: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()
     return _serve(core, port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import sys
@@ -135,10 +136,8 @@ class CoreProcess:
         if not self._expected:
             logger.error("%s", cause)
         for listener, loop in listeners:
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
                 loop.call_soon_threadsafe(listener, cause)
-            except RuntimeError:
-                pass  # the loop is closed: nobody waits there any more
 
     def _cleanup(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -6,6 +6,7 @@ suddenly, the pipe ends and the child leaves. When the child dies, a thread of t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -55,10 +56,8 @@ class ChildProcess:
             self._popen.kill()
             self._popen.wait()
         if self._popen.stdin is not None:
-            try:
+            with contextlib.suppress(OSError):
                 self._popen.stdin.close()
-            except OSError:
-                pass
 
 
 def describe_exit(code: int) -> str:

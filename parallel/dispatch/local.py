@@ -42,6 +42,7 @@ class LocalDispatcher:
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: LocalHandle) -> Tensor:
         """rows [M, D] in dispatch order, weights [T, K] -> [T, D], summed over K in float32 in column order."""
-        chosen = rows.index_select(0, handle.position.reshape(-1)).view(*handle.position.shape, rows.shape[-1])  # [T, K, D]
+        chosen = rows.index_select(0, handle.position.reshape(-1))
+        chosen = chosen.view(*handle.position.shape, rows.shape[-1])  # [T, K, D]
         weighted = chosen.float() * topk_weights.unsqueeze(-1)
         return weighted.sum(dim=1).to(rows.dtype)

@@ -17,7 +17,7 @@ START_SECONDS = 90
 
 
 class ServerProcess:
-    """``python -m moe_engine.launch_server`` with its output in a file; a context manager that leaves nothing behind."""
+    """``python -m moe_engine.launch_server`` with its output in a file; leaves nothing behind."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         with socket.socket() as probe:

@@ -93,7 +93,7 @@ def test_bad_field_is_named(server: ServerProcess, path: str, what: str, body: A
 def test_not_a_number(server: ServerProcess) -> None:
     """NaN and Infinity are no JSON; Python's encoder writes them all the same."""
     for word in ("NaN", "Infinity", "1e999"):
-        body = '{"text": "a", "sampling_params": {"temperature": %s}}' % word
+        body = '{"text": "a", "sampling_params": {"temperature": ' + word + "}}"
         with server.client() as client:
             answer = client.post("/generate", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, (word, answer.text)
@@ -110,8 +110,8 @@ def test_broken_json(server: ServerProcess, body: str) -> None:
 
 def test_huge_body_is_refused_early(server: ServerProcess) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-        head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 8000000000\r\n\r\n"
-        sock.sendall(head.encode())
+        head = ["POST /generate HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 8000000000"]
+        sock.sendall("\r\n".join([*head, "", ""]).encode())
         assert b"413" in sock.recv(4096).split(b"\r\n")[0]
 
 
@@ -154,12 +154,12 @@ def disconnect_mid_stream(server: ServerProcess) -> None:
 
 def test_request_that_never_fits(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path / "model", seed=5)
-    with ServerProcess(tmp_path, "--model-path", str(path), "--max-total-tokens", "64") as server:
-        with server.client() as client:
-            answer = client.post("/generate", json=sampling(max_new_tokens=100))
-            assert answer.status_code == 400
-            assert "--max-total-tokens" in answer.text or "--mem-fraction-static" in answer.text
-            assert client.post("/generate", json=sampling(max_new_tokens=20)).status_code == 200
+    flags = ["--model-path", str(path), "--max-total-tokens", "64"]
+    with ServerProcess(tmp_path, *flags) as server, server.client() as client:
+        answer = client.post("/generate", json=sampling(max_new_tokens=100))
+        assert answer.status_code == 400
+        assert "--max-total-tokens" in answer.text or "--mem-fraction-static" in answer.text
+        assert client.post("/generate", json=sampling(max_new_tokens=20)).status_code == 200
 
 
 def test_disconnect_frees_everything(server: ServerProcess) -> None:

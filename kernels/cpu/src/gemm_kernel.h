@@ -78,10 +78,18 @@ struct Dot<bf16> {
 };
 #endif
 
+// What a tile fetches from memory while it computes: in its first `steps` steps one line of each panel from `first` on,
+// `stride` apart; afterwards the same from `then` on.
+struct Fetch {
+  int64_t steps, stride;
+  const uint32_t *first, *then;
+};
+constexpr int64_t NEAR = 32;  // steps between the fetching and the use of B when it streams from memory
+
 // BY_STEPS: where A's units lie, see gemm.h.
 template <class T, int MR, int NR, bool BY_STEPS>
-__attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t steps, float* c,
-                                    int64_t ldc, bool accumulate, const uint32_t* ahead, const uint32_t* ahead2) {
+__attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t steps,
+                                    float* c, int64_t ldc, bool accumulate, const Fetch& fetch) {
   F16 sums[MR][NR];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
@@ -89,36 +97,35 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
     for (int n = 0; n < NR; n++) sums[m][n] = accumulate ? load(c + m * ldc + n * LANES) : zero();
 
   // Rows in threes from one pointer each: row + {0, 1, 2} * lda are addresses the machine forms for nothing.
-  constexpr int GROUPS = (MR + 2) / 3;
+  constexpr int GROUPS = (MR + 2) / 3, LINES = MR <= 2 ? NR : NR < 2 ? 1 : 2;
   const char* row[GROUPS];
 #pragma GCC unroll 6
   for (int g = 0; g < GROUPS; g++) row[g] = a + 3 * g * lda;
   const char* unit = a;
-  for (int64_t k = 0; k < steps; k++) {
-    typename Dot<T>::B columns[NR];
+  const uint32_t* line = fetch.first;
+  int64_t stop = std::min(fetch.steps, steps);
+  for (int64_t k = 0; k < steps; stop = steps, line = fetch.then)
+    for (; k < stop; k++) {
+      typename Dot<T>::B columns[NR];
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; n++) {
-      columns[n] = Dot<T>::columns(b + n * panel);
-      if (MR <= 2) __builtin_prefetch(b + n * panel + 32 * LANES);
-    }
-    if (MR > 2) {
-      __builtin_prefetch(ahead + k * LANES, 0, 2);
-      __builtin_prefetch(ahead2 + k * LANES, 0, 2);
-    }
+      for (int n = 0; n < NR; n++) columns[n] = Dot<T>::columns(b + n * panel);
+#pragma GCC unroll 4
+      for (int n = 0; n < LINES; n++) __builtin_prefetch(line + n * fetch.stride, 0, 2);
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; m++) {
-      auto left = Dot<T>::broadcast(BY_STEPS ? unit + 4 * m : row[m / 3] + (m % 3) * lda);
+      for (int m = 0; m < MR; m++) {
+        auto left = Dot<T>::broadcast(BY_STEPS ? unit + 4 * m : row[m / 3] + (m % 3) * lda);
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; n++) Dot<T>::add(sums[m][n], left, columns[n]);
-    }
-    b += LANES;
-    if (BY_STEPS) {
-      unit += lda;
-    } else {
+        for (int n = 0; n < NR; n++) Dot<T>::add(sums[m][n], left, columns[n]);
+      }
+      b += LANES;
+      line += LANES;
+      if (BY_STEPS) {
+        unit += lda;
+      } else {
 #pragma GCC unroll 6
-      for (int g = 0; g < GROUPS; g++) row[g] += 4;
+        for (int g = 0; g < GROUPS; g++) row[g] += 4;
+      }
     }
-  }
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
@@ -130,38 +137,40 @@ void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64
                  int64_t ldc, bool accumulate, const uint32_t* ahead) {
   constexpr int FULL = NR == 4 ? TILE_ROWS : NR == 2 ? PAIR_ROWS : SINGLE_ROWS;
   const int64_t row_bytes = BY_STEPS ? 4 : lda;
-  // The first tiles share the fetching of `ahead`, one or two panels each; the only tile fetches its own B instead.
+  // A single tile streams its own B, and at the end the beginning of the next. Of several, the first bring in the whole
+  // of the next B, one or two panels each, while B itself comes from cache.
   const int64_t share = m <= FULL ? 0 : m <= 3 * FULL ? 2 : 1;
-  int64_t done = 0, fetch = 0;
+  const uint32_t* own = b + NEAR * LANES;
+  int64_t done = 0, fetched = 0;
   auto run = [&](auto rows) {
     constexpr int MR = decltype(rows)::value;
-    const uint32_t *first = b + 32 * LANES, *second = b + (NR - 1) * panel + 32 * LANES;
-    if (ahead && share > 0 && fetch < NR) {
-      first = ahead + fetch * panel;
-      second = ahead + (fetch + share - 1) * panel;
-      fetch += share;
+    Fetch fetch{steps, panel, own, own};
+    if (share == 0) {
+      if (MR > 2) fetch.stride = (NR - 1) * panel;
+      if (ahead) fetch = {std::max<int64_t>(steps - NEAR, 0), fetch.stride, own, ahead};
+    } else if (ahead && fetched < NR) {
+      fetch.first = ahead + fetched * panel;
+      fetch.stride = (share - 1) * panel;
+      fetched += share;
     }
-    tile<T, MR, NR, BY_STEPS>(a + done * row_bytes, lda, b, panel, steps, c + done * ldc, ldc, accumulate, first, second);
+    tile<T, MR, NR, BY_STEPS>(a + done * row_bytes, lda, b, panel, steps, c + done * ldc, ldc, accumulate, fetch);
     done += MR;
   };
   if constexpr (BY_STEPS) {
     while (done < m) run(std::integral_constant<int, 4>());
   } else {
     while (m - done >= FULL) run(std::integral_constant<int, FULL>());
-    if constexpr (FULL > 8)
+    if constexpr (FULL == 16)
       if (m - done >= 8) run(std::integral_constant<int, 8>());
-    if constexpr (FULL > 6)
+    if constexpr (FULL == 16)
       if (m - done >= 6) run(std::integral_constant<int, 6>());
     switch (m - done) {
-      case 5:
-        if constexpr (FULL > 5) run(std::integral_constant<int, 5>());
-        break;
-      case 4:
-        if constexpr (FULL > 4) run(std::integral_constant<int, 4>());
-        break;
-      case 3: run(std::integral_constant<int, 3>()); break;
-      case 2: run(std::integral_constant<int, 2>()); break;
-      case 1: run(std::integral_constant<int, 1>()); break;
+#define CASE(rows) \
+  case rows:       \
+    if constexpr (rows < FULL && (FULL == PAIR_ROWS || rows < 6)) run(std::integral_constant<int, rows>()); \
+    break;
+      CASE(11) CASE(10) CASE(9) CASE(8) CASE(7) CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1)
+#undef CASE
     }
   }
 }
@@ -176,7 +185,10 @@ void tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t pan
       tile_column<T, NR, BY_STEPS>(a, lda, m, b + n * panel, panel, steps, c + n * LANES, ldc, accumulate,
                                    ahead ? ahead + n * panel : nullptr);
   };
-  if constexpr (TILE_PANELS >= 4) run(std::integral_constant<int, 4>());
+  // Rows that a tile of two panels takes in one go: then B need not be read twice.
+  const bool once = !BY_STEPS && m > TILE_ROWS && m <= PAIR_ROWS;
+  if constexpr (TILE_PANELS >= 4)
+    if (!once) run(std::integral_constant<int, 4>());
   if constexpr (TILE_PANELS >= 2) run(std::integral_constant<int, 2>());
   run(std::integral_constant<int, 1>());
 }
