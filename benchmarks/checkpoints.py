@@ -99,9 +99,9 @@ _LLAMA: dict[str, Any] = {
 }
 _TINY_MOE = {
     "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512,
-    "moe_intermediate_size": 128, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
+    "moe_intermediate_size": 128, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
 }  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {

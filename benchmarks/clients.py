@@ -1,7 +1,7 @@
 """How each kind of server is asked: one coroutine a backend, all giving the same `Answer`.
 
 No command of its own. Times are those of the client: the first chunk with a token, then the gaps between chunks; a
-chunk of k tokens counts as k gaps of a k-th each, as bench_serving counts them.
+chunk of k tokens counts as k gaps of a k-th each (the first chunk as none), as bench_serving counts them.
 """
 
 from __future__ import annotations
@@ -74,10 +74,8 @@ class _Clock:
         now = time.perf_counter()
         if self._answer.output_len == 0:
             self._answer.ttft = now - self._answer.started
-            count_gaps, gap = count - 1, 0.0
         else:
-            count_gaps, gap = count, (now - self._last) / count
-        self._answer.itl.extend([gap] * count_gaps)
+            self._answer.itl.extend([(now - self._last) / count] * count)
         self._answer.output_len += count
         self._last = now
 

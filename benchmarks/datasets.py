@@ -80,9 +80,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, default_name: str 
     group.add_argument("--gsp-system-prompt-len", type=int, default=2048)
     group.add_argument("--gsp-question-len", type=int, default=128)
     group.add_argument("--gsp-output-len", type=int, default=256)
-    group.add_argument(
-        "--apply-chat-template", action="store_true", help="write text prompts as chat messages"
-    )
+    group.add_argument("--apply-chat-template", action="store_true", help="write text prompts as chat messages")
 
 
 def make_dataset(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
@@ -93,7 +91,9 @@ def make_dataset(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Bench
         chat = vocabulary.chat if args.apply_chat_template else None
         return sharegpt(args.dataset_path, args.num_prompts, vocabulary, rng, *lengths, chat=chat)
     if args.apply_chat_template:
-        raise ValueError(f"--apply-chat-template needs prompts of text; --dataset-name {args.dataset_name} has token ids")
+        raise ValueError(
+            f"--apply-chat-template needs prompts of text; --dataset-name {args.dataset_name} has token ids"
+        )
     if args.dataset_name in ("random", "random-ids"):
         source = args.dataset_path if args.dataset_name == "random" else ""
         shape = args.random_input_len, args.random_output_len, args.random_range_ratio

@@ -32,7 +32,7 @@ FIRST_DECODES_SHOWN = 5
 WARMUP_OUTPUT_LEN = 8
 CORRECTNESS_PROMPTS = (
     "The capital of France is",
-    "The capital of the United Kindom is",
+    "The capital of the United Kingdom is",
     "Today is a sunny day and I like",
 )
 

@@ -103,7 +103,8 @@ class TransformersSide:
         """The quickest way for this workload, found by short probes, one property after the other."""
         probe = workload.probe()
         prompts = probe.prompts(vocab_size, seed=-1)
-        best, seconds = Mode(), {}
+        best = Mode() if self._has_experts() else Mode(experts="none")
+        seconds: dict[str, float] = {}
 
         def seconds_of(mode: Mode) -> float:
             if str(mode) not in seconds:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+LOAD_AT_START = round(os.getloadavg()[0], 2)
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "moe-engine", "numpy", "httpx", "tokenizers", "safetensors")
 
@@ -68,13 +69,13 @@ def commit() -> str | None:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """The machine a result was measured on. `load_1min` above about 0.5 means it was not alone."""
+    """The machine a result was measured on. `load_1min_at_start` above about 0.5 means that others were at work."""
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpu_features": cpu_features(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
-        "load_1min": round(os.getloadavg()[0], 2),
+        "load_1min_at_start": LOAD_AT_START,
         "device": device_name(device),
     }
     if "torch" in sys.modules:

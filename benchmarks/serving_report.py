@@ -51,7 +51,8 @@ def peak_output_throughput(answers: Sequence[Answer]) -> float:
     origin = min((answer.started for answer in answers), default=0.0)
     for answer in answers:
         moment = answer.started - origin + answer.ttft
-        for gap in [0.0, *answer.itl] if answer.output_len else []:
+        with_first_chunk = answer.output_len - len(answer.itl)
+        for gap in [0.0] * with_first_chunk + answer.itl:
             moment += gap
             seconds[int(moment)] = seconds.get(int(moment), 0) + 1
     return float(max(seconds.values(), default=0))
@@ -189,6 +190,7 @@ def draw_chart(answers: Sequence[Answer], path: str | Path, title: str) -> None:
             axis.axvline(
                 percentile(values, q), linestyle=style, color="grey", label=f"P{q} {percentile(values, q):.1f} ms"
             )
+        axis.set_xlim(left=0)
         axis.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

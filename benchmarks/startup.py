@@ -17,15 +17,14 @@ from typing import Any
 import httpx
 
 from benchmarks import report
-from benchmarks.server_process import ServerProcess
+from benchmarks.server_process import READY_LINE, ServerProcess
 from benchmarks.stats import median, spread
 
 TARGET_SECONDS = 6.0
 MARKS = (
-    ("imports, flags, processes", "Load weight begin"),
-    ("torch, weights", "Load weight end"),
-    ("KV pool, kernels, warm-up", "max_total_num_tokens="),
-    ("front end, warm-up request", "The server is fired up and ready to roll!"),
+    ("flags, processes, imports", "Load weight begin"),
+    ("weights, kernels, KV pool, warm-up", "max_total_num_tokens="),
+    ("front end, warm-up request", READY_LINE),
 )
 
 

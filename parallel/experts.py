@@ -15,8 +15,8 @@ from moe_engine.parallel.dispatch.local import LocalDispatcher
 
 
 class RoutedExperts(Protocol):
-    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> sum_k w_k expert_k(x), [T, D]."""
+    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
+        """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> add + sum_k w_k expert_k(x), [T, D]."""
 
 
 class DispatchedExperts:
@@ -27,9 +27,10 @@ class DispatchedExperts:
         self._kernel = kernel
         self._weights = weights
 
-    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
         batch, handle = self._dispatcher.dispatch(x, topk_ids)
-        return self._dispatcher.combine(self._kernel.run(batch, self._weights), topk_weights, handle)
+        out = self._dispatcher.combine(self._kernel.run(batch, self._weights), topk_weights, handle)
+        return out if add is None else out.add_(add)
 
 
 class FusedLocalExperts:
@@ -39,8 +40,8 @@ class FusedLocalExperts:
         self._kernel = kernel
         self._weights = weights
 
-    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        return self._kernel.run_routed(x, topk_weights, topk_ids, self._weights)
+    def run(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
+        return self._kernel.run_routed(x, topk_weights, topk_ids, self._weights, add)
 
 
 def make_routed_experts(kernel: ExpertsKernel, weights: ExpertWeights) -> RoutedExperts:

@@ -26,7 +26,7 @@ from moe_engine.kernels.device import cpu_device
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
-UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear")  # slowest first
+UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear", "team")  # slowest first
 FLAGS = [
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
@@ -36,6 +36,7 @@ PATHS = {3: "AMX bf16 tiles", 2: "AVX512-BF16", 1: "AVX-512", 0: "portable vecto
 P, L, N, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_start": (N, [N]),
+    "moe_large_pages": (None, [P, L]),
     "moe_packed_bytes": (L, [N, L, L]),
     "moe_pack": (None, [N, P, L, L, L, P]),
     "moe_linear": (None, [N, P, L, L, L, P, L, P, P, L, P, L]),
@@ -65,6 +66,7 @@ class LibraryError(RuntimeError):
 class Library:
     """The loaded library: one attribute for each function in `FUNCTIONS`, called with numbers and raw pointers."""
 
+    moe_large_pages: Any
     moe_packed_bytes: Any
     moe_pack: Any
     moe_linear: Any

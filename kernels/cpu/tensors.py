@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.cpu.library import Library
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -20,6 +21,14 @@ def kind_of(dtype: torch.dtype) -> int:
         return KIND[dtype]
     except KeyError:
         raise TypeError(f"the CPU kernels have no {dtype}; use bfloat16 or float32") from None
+
+
+def reserve(library: Library, *shape: int) -> Tensor:
+    """Uninitialised bytes for packed weights, on large pages where there are many."""
+    storage = torch.empty(shape, dtype=torch.uint8)
+    if storage.numel() >= 4 << 20:
+        library.moe_large_pages(storage.data_ptr(), storage.numel())
+    return storage
 
 
 def rows(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import kind_of, rows
+from moe_engine.kernels.cpu.tensors import kind_of, reserve, rows
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
 
 
@@ -30,7 +30,7 @@ class CpuExperts:
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)
-        storage = torch.empty((num_experts, self._lib.moe_expert_bytes(kind, hidden, width)), dtype=torch.uint8)
+        storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(kind, hidden, width))
         gate = self._lib.moe_packed_bytes(kind, width, hidden)
         data = _Panels(kind, storage.data_ptr(), storage, 2 * gate, gate)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())

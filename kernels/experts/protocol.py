@@ -55,8 +55,11 @@ class ExpertsKernel(Protocol):
 class FusedExperts(Protocol):
     """A kernel that also permutes and combines: the whole routed part of a layer on one rank in one call."""
 
-    def run_routed(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights) -> Tensor:
-        """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> sum_k w_k * expert_k(x) [T, D].
+    def run_routed(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> add + sum_k w_k * expert_k(x) [T, D].
 
-        The sum over k runs in the order of the columns (the result does not depend on the other tokens).
+        `add` [T, D] is the shared expert's output. The sum over k runs in the order of the columns (the result does not
+        depend on the other tokens).
         """

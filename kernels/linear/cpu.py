@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import kind_of, rows
+from moe_engine.kernels.cpu.tensors import kind_of, reserve, rows
 from moe_engine.kernels.linear.protocol import PreparedLinear
 
 
@@ -34,7 +34,7 @@ class CpuLinear:
         heads, n, k = weights.shape
         kind = kind_of(weights.dtype)
         size = self._lib.moe_packed_bytes(kind, n, k)
-        storage = torch.empty((heads, size), dtype=torch.uint8)
+        storage = reserve(self._lib, heads, size)
         for head in range(heads):
             weight = rows(weights[head])
             self._lib.moe_pack(kind, weight.data_ptr(), weight.stride(0), n, k, storage.data_ptr() + head * size)
@@ -77,6 +77,9 @@ class CpuLinear:
             residual.stride(0), residual.data_ptr(), residual.stride(0),
         )  # fmt: skip
         return residual
+
+    def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
+        return down.in_features % 16 == 0 and gate_up.bias is None and down.bias is None
 
     def run_mlp(
         self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear, residual: Tensor | None = None

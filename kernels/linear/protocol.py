@@ -6,7 +6,7 @@ Legend: T tokens, K in-features, N out-features, H heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -39,3 +39,14 @@ class LinearKernel(Protocol):
 
         `out` may be a strided view [T, H, N] to write into (for instance the latent part of a [T, H, C+R] query).
         """
+
+
+@runtime_checkable
+class FusedMLP(Protocol):
+    """A linear kernel that also runs a gated MLP in one call."""
+
+    def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
+        """Whether these two weights can be run so."""
+
+    def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
+        """x [T, K] -> down(silu(gate(x)) * up(x)) [T, N]; gate_up holds the gate's rows first."""

@@ -150,6 +150,7 @@ def write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)
         weight_map |= dict.fromkeys(shard, file)
     index = {
         "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},

@@ -19,14 +19,14 @@ class Linear:
 
     def __init__(self, kernel: LinearKernel, weight: Tensor, bias: Tensor | None = None) -> None:
         self._run = kernel.run
-        self._weight = kernel.prepare(weight, bias)
+        self.weight = kernel.prepare(weight, bias)
 
     @property
     def num_bytes(self) -> int:
-        return self._weight.num_bytes
+        return self.weight.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._run(x, self._weight)
+        return self._run(x, self.weight)
 
 
 def load_linear(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.linear.protocol import FusedMLP
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.weights import WeightSource
 
@@ -23,6 +24,12 @@ class MLP:
         self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias)
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias)
         self._silu_and_mul = backends.ops.silu_and_mul
+        self._run_mlp = kernel.run_mlp if isinstance(kernel, FusedMLP) and self._fuses(kernel) else None
+
+    def _fuses(self, kernel: FusedMLP) -> bool:
+        return kernel.fuses_mlp(self._gate_up.weight, self._down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._run_mlp is not None:
+            return self._run_mlp(x, self._gate_up.weight, self._down.weight)
         return self._down(self._silu_and_mul(self._gate_up(x)))

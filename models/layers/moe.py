@@ -72,8 +72,8 @@ class MoE:
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self._route(x, self._gate, self._bias, self._spec)  # [T, K]
-        out = self._routed.run(x, weights, ids)
-        return out if self._shared is None else out.add_(self._shared.forward(x))
+        shared = None if self._shared is None else self._shared.forward(x)
+        return self._routed.run(x, weights, ids, shared)
 
 
 def load_experts(

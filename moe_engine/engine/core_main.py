@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import traceback
 from dataclasses import asdict
@@ -38,6 +39,9 @@ GB = 1 << 30
 
 
 def main() -> int:
+    # torch's OpenMP threads would spin for milliseconds after each of its operators and take the cores from our kernels'
+    # threads, the front end and everybody else. Read when torch is imported, so it is set before.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     spec: CoreSpec = read_spec()
     config: ResolvedConfig = spec.config
     logs.setup_logging(config.logging.log_level)

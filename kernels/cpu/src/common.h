@@ -16,12 +16,8 @@
 
 #define API extern "C" __attribute__((visibility("default")))
 
-// The two functions we need of the OpenMP runtime that torch has loaded (libgomp; LLVM's has them too). Called by name,
-// so that neither -fopenmp nor omp.h is needed and the process keeps one pool of threads.
-extern "C" {
-void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
-int omp_get_max_threads(void);
-}
+// How many threads torch.set_num_threads allows the calling thread; from the OpenMP runtime that torch has loaded.
+extern "C" int omp_get_max_threads(void);
 
 namespace moe {
 
@@ -43,25 +39,22 @@ inline int64_t packed_steps(int64_t k) {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t panels_of(int64_t n) { return ceil_div(n, LANES); }
 
-// Calls body(task) for every task, on all OpenMP threads, tasks handed out in order. Always the whole team or no team:
-// libgomp ends threads that a smaller team does not need, and making them anew costs more than most calls here.
+using Task = void (*)(void* data, int64_t index);
+
+// Runs every task, in order of their numbers, on this thread and on up to threads - 1 helpers (team.cpp).
+void run_team(int64_t tasks, int threads, Task task, void* data);
+
+// Calls body(task) for every task, on as many threads as torch was told to use; tasks are handed out in order.
 template <class Body>
 void parallel(int64_t tasks, const Body& body) {
-  if (tasks <= 1 || omp_get_max_threads() == 1) {
+  const int threads = omp_get_max_threads();
+  if (tasks <= 1 || threads == 1) {
     for (int64_t i = 0; i < tasks; i++) body(i);
     return;
   }
-  struct Shared {
-    const Body& body;
-    int64_t tasks;
-    alignas(64) std::atomic<int64_t> next;
-  } shared{body, tasks, {0}};
-  GOMP_parallel(
-      [](void* data) {
-        Shared& s = *static_cast<Shared*>(data);
-        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;) s.body(i);
-      },
-      &shared, 0, 0);
+  run_team(
+      tasks, threads, [](void* data, int64_t i) { (*static_cast<const Body*>(data))(i); },
+      const_cast<void*>(static_cast<const void*>(&body)));
 }
 
 // The same over ranges [begin, end) of `count` items, when an item is too little work for a task of its own.

@@ -171,18 +171,20 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
       },
       [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; });
   parallel_ranges(tokens, double(top_k * s.hidden) * 0.1, [&](int64_t from, int64_t to) {
-    for (int64_t t = from; t < to; t++)
+    for (int64_t t = from; t < to; t++) {
+      const int64_t *mine = place + t * top_k, *next = t + 1 < to ? mine + top_k : mine;
       for (int64_t d = 0; d < s.hidden; d += LANES) {
         F16 total = zero();
         for (int64_t k = 0; k < top_k; k++) {
-          const int64_t at = place[t * top_k + k];
-          if (at < 0) continue;
-          F16 value = load_some(partial + at * s.hidden + d, s.hidden - d);
+          if (next[k] >= 0) __builtin_prefetch(partial + next[k] * s.hidden + d);  // rows lie wherever the sort put them
+          if (mine[k] < 0) continue;
+          F16 value = load_some(partial + mine[k] * s.hidden + d, s.hidden - d);
           total = fma(value, set1(topk[t * top_k + k]), total);
         }
         if (sum) total = round_to(total, T{}) + load_some(sum + t * lds + d, s.hidden - d);
         store_some(out + t * s.hidden + d, total, s.hidden - d);
       }
+    }
   });
 }
 

@@ -299,6 +299,7 @@ void pack_values(const T* const* rows, int64_t count, int64_t channels, int64_t 
       for (int i = 0; i < PER_UNIT<T>; i++) {
         const int64_t row = step * PER_UNIT<T> + i;
         source[i] = row < count ? rows[row] + channel : none;
+        __builtin_prefetch(source[i] + 2 * LANES);  // the next line of this row, wanted after those of all others
         if (row < count && here < 2 * LANES) {
           std::memset(edge[i], 0, sizeof edge[i]);
           std::memcpy(edge[i], source[i], size_t(here) * sizeof(T));

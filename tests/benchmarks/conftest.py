@@ -1,0 +1,8 @@
+"""Makes the benchmarks importable however pytest was started."""
+
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)

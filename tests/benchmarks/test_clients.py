@@ -1,0 +1,131 @@
+"""The clients against canned servers: what they send, and the times and counts they take from a stream."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from benchmarks import serving
+from benchmarks.clients import BACKENDS, CallOptions
+from benchmarks.datasets import BenchRequest
+
+
+def sse(*chunks: dict) -> bytes:
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+
+
+def native(count: int, text: str) -> dict:
+    return {"text": text, "meta_info": {"completion_tokens": count, "prompt_tokens": 3, "cached_tokens": 2}}
+
+
+NATIVE = sse(native(1, "a"), native(3, "a b c"), native(4, "a b c d"))
+USAGE = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+COMPLETIONS = sse(
+    {"choices": [{"text": "a"}], "usage": USAGE | {"completion_tokens": 1}},
+    {"choices": [{"text": " b c"}], "usage": USAGE | {"completion_tokens": 3}},
+    {"choices": [], "usage": USAGE | {"completion_tokens": 4}},
+)
+CHAT = sse(
+    {"choices": [{"delta": {"role": "assistant"}}]},
+    {"choices": [{"delta": {"reasoning_content": "a"}}], "usage": USAGE | {"completion_tokens": 2}},
+    {"choices": [{"delta": {"content": " b"}}], "usage": USAGE | {"completion_tokens": 4}},
+)
+
+
+def ask(backend: str, body: bytes, status: int = 200, prompt: str | list[int] = "x", **options):
+    seen = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(status, content=body)
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handler)) as client:
+            request = BenchRequest(prompt, 3, 4)
+            return await BACKENDS[backend](client, request, CallOptions("http://server", **options))
+
+    return asyncio.run(run()), *seen[0]
+
+
+@pytest.mark.parametrize(
+    "backend, stream, first_chunk",
+    [("sglang", NATIVE, 1), ("sglang-oai", COMPLETIONS, 1), ("sglang-oai-chat", CHAT, 2)],
+)
+def test_streams(backend, stream, first_chunk):
+    answer, _, body = ask(backend, stream)
+    assert answer.success and answer.output_len == 4 and answer.prompt_len == 3 and answer.cached_tokens == 2
+    assert 0 < answer.ttft <= answer.latency
+    assert len(answer.itl) == 4 - first_chunk
+    assert body["stream"] is True
+
+
+def test_what_native_requests_send():
+    _, path, body = ask("sglang", NATIVE, prompt=[5, 6, 7], extra_body={"priority": 1})
+    assert path == "/generate"
+    assert body["input_ids"] == [5, 6, 7] and body["priority"] == 1
+    assert body["sampling_params"] == {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+
+
+def test_chat_writes_token_ids_as_text():
+    _, path, body = ask("sglang-oai-chat", CHAT, prompt=[1, 2], decode=lambda ids: "two words")
+    assert path == "/v1/chat/completions"
+    assert body["messages"] == [{"role": "user", "content": "two words"}]
+
+
+def test_without_streaming():
+    body = json.dumps(native(4, "a b c d")).encode()
+    answer, _, sent = ask("sglang", body, stream=False)
+    assert answer.success and answer.output_len == 4 and answer.itl == [] and sent["stream"] is False
+
+
+@pytest.mark.parametrize(
+    "status, body", [(500, b"boom"), (200, b"data: [DONE]\n\n"), (200, sse({"error": {"message": "no"}}))]
+)
+def test_failures_are_no_answers(status, body):
+    answer, *_ = ask("sglang", body, status)
+    assert not answer.success and answer.error
+
+
+def test_arrival_times():
+    requests = [BenchRequest("x", 1, 1)] * 20
+
+    async def run(rate: float) -> list[float]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        return [loop.time() - began async for _ in serving.arrivals(requests, rate, serving.random.Random(3))]
+
+    assert asyncio.run(run(float("inf")))[-1] < 0.2
+    times = asyncio.run(run(100.0))
+    assert 0.05 < times[-1] < 1.5 and times == sorted(times)
+
+
+def test_concurrency_is_held_back():
+    running = most = 0
+
+    async def handler(request: httpx.Request) -> httpx.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return httpx.Response(200, content=NATIVE)
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handler)) as client:
+            requests = [BenchRequest("x", 3, 4)] * 12
+            return await serving.run_load(
+                client, requests, CallOptions("http://s"), backend="sglang", max_concurrency=3, show_progress=False
+            )
+
+    answers, seconds = asyncio.run(run())
+    assert most == 3 and len(answers) == 12 and all(a.success for a in answers) and seconds > 0.03
+
+
+def test_output_file_names():
+    args = serving.parse_arguments(["--dataset-name", "random", "--num-prompts", "7", "--random-input-len", "5"])
+    assert serving.default_output_file(args).startswith("sglang_") and serving.default_output_file(args).endswith(
+        "_7_5_1024.jsonl"
+    )
+    args = serving.parse_arguments(["--backend", "sglang-oai"])
+    assert serving.default_output_file(args).endswith("_1000_sharegpt.jsonl")

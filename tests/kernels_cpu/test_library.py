@@ -1,0 +1,58 @@
+"""Compiling and loading: kept and found again, one pool of threads, failures with a reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_engine.kernels.cpu import library as module
+from moe_engine.kernels.cpu.library import Library, LibraryError, load
+from moe_engine.kernels.device import Device
+
+ONE_POOL = """
+import torch
+torch.set_num_threads(2)
+x = torch.randn(256, 256)
+x @ x
+from moe_engine.kernels.linear.cpu import CpuLinear
+linear = CpuLinear()
+linear.run(x, linear.prepare(x))
+(x @ x).sum()
+files = {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
+print(*sorted({f for f in files if f.rsplit("/", 1)[-1].startswith(("libgomp", "libomp", "libiomp"))}))
+"""
+
+
+def test_loaded_once_and_found_again(library: Library) -> None:
+    assert load() is library
+    assert module._built([*module.FLAGS, "-O3", "-march=native"]) == library.file
+    assert library.path in module.PATHS.values()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
+def test_one_openmp_runtime_in_the_process(library: Library) -> None:
+    result = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
+    assert len(result.stdout.split()) == 1, result.stdout
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cpu_device", lambda: Device("cpu", "a machine"))
+    with pytest.raises(LibraryError, match="compiler"):
+        load.__wrapped__()
+
+
+def test_an_error_of_the_compiler_is_the_reason(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(LibraryError, match="error"):
+        load.__wrapped__(march="no-such-machine")
+    kept = [file.name for file in (tmp_path / "moe_engine").iterdir() if file.suffix != ".lock"]
+    assert kept == []
+
+
+def test_amx_can_be_refused(library: Library) -> None:
+    assert load(amx=False).path != module.PATHS[3]
