@@ -1,0 +1,134 @@
+"""What the README promises: the embedded model, served as a newcomer serves it, asked with the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from moe_engine.models.demo import CHECKPOINT_DIR
+from tests.e2e.server_process import ServerProcess
+
+KEY = "secret"
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("server")
+    flags = ["--api-key", KEY, "--reasoning-parser", "deepseek-v3", "--tool-call-parser", "deepseekv31"]
+    with ServerProcess(folder, *flags, "--enable-metrics", "--enable-cache-report") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+def test_capital_of_france(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="default", messages=FRANCE, temperature=0)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_the_curl_line(server: ServerProcess) -> None:
+    """As the server prints it, with the key put in."""
+    line = next(line for line in server.log.splitlines() if line.strip().startswith("curl"))
+    found = subprocess.run(line, shell=True, env={"API_KEY": KEY, "PATH": "/usr/bin:/bin"}, capture_output=True)
+    assert found.returncode == 0, found.stderr
+    assert "Paris" in json.loads(found.stdout)["choices"][0]["message"]["content"]
+
+
+def test_stream_equals_answer(client: openai.OpenAI) -> None:
+    options: dict = {"model": "default", "messages": FRANCE, "temperature": 0}
+    whole = client.chat.completions.create(**options).choices[0].message.content
+    stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 0
+
+
+def test_many_at_once_async(server: ServerProcess, client: openai.OpenAI) -> None:
+    places = ["France", "Japan", "Peru", "Egypt", "Canada", "Norway"] * 4
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as asynchronous:
+            asked = [
+                asynchronous.completions.create(
+                    model="default", prompt=f"The capital of {place} is", max_tokens=6, temperature=0
+                )
+                for place in places
+            ]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+    answers = asyncio.run(ask_all())
+    for place, text in zip(places, answers):
+        assert text == answers[places.index(place)]
+    assert "Paris" in answers[0] and "Tokyo" in answers[1]
+
+
+def test_seed_makes_samples_repeat(client: openai.OpenAI) -> None:
+    def draw(seed: int) -> list[str | None]:
+        answer = client.chat.completions.create(
+            model="default", messages=FRANCE, temperature=1.5, seed=seed, n=3, max_tokens=12
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first = draw(7)
+    assert draw(7) == first
+    assert draw(8) != first
+
+
+def test_stop_and_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="default", messages=FRANCE, temperature=0, stop=["Paris"], logprobs=True, top_logprobs=2
+    )
+    choice = answer.choices[0]
+    assert "Paris" not in (choice.message.content or "") and choice.finish_reason == "stop"
+    assert choice.logprobs is not None and choice.logprobs.content
+    for entry in choice.logprobs.content:
+        assert entry.logprob <= 0 and len(entry.top_logprobs) == 2
+
+
+def test_errors_arrive_as_the_clients_own(server: ServerProcess, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.chat.completions.create(model="gpt-9", messages=FRANCE)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="default", messages=FRANCE, temperature=-1)
+    with pytest.raises(openai.AuthenticationError):
+        wrong = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+        wrong.chat.completions.create(model="default", messages=FRANCE)
+
+
+def test_prefix_cache_shows_in_usage(client: openai.OpenAI) -> None:
+    for _ in range(2):
+        answer = client.chat.completions.create(model="default", messages=FRANCE, temperature=0)
+    details = answer.usage.prompt_tokens_details  # type: ignore[union-attr]
+    assert details is not None and details.cached_tokens and details.cached_tokens > 0
+
+
+def test_start_log_lines(server: ServerProcess) -> None:
+    log = server.log
+    for words in ("max_total_num_tokens=", "Load weight end.", "KV Cache is allocated.", "fired up and ready to roll"):
+        assert words in log
+    assert "Memory ledger" in log
+
+
+def test_checkpoint_is_as_deepseek_ships(tmp_path: Path) -> None:
+    config = json.loads((CHECKPOINT_DIR / "config.json").read_text())
+    index = json.loads((CHECKPOINT_DIR / "model.safetensors.index.json").read_text())["weight_map"]
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    layers = config["num_hidden_layers"]
+    assert f"model.layers.{layers}.eh_proj.weight" in index
+    assert "model.layers.1.mlp.experts.0.down_proj.weight_scale_inv" in index
+    assert sum(f.stat().st_size for f in CHECKPOINT_DIR.parent.rglob("*") if f.is_file()) < 12 * 2**20
