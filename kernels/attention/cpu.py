@@ -48,9 +48,7 @@ class CpuMLA(_Backend):
         )
         return out
 
-    def expanded(
-        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any
-    ) -> Tensor:
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         q, kv, k_rope = rows(q), rows(kv), rows(k_rope)
         tokens, heads, width = q.shape
         rotary = k_rope.shape[1]

@@ -50,7 +50,7 @@ class CpuOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]
         flat = rows(x if x.dim() == 2 else x.reshape(-1, width))
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._lib.moe_rms_norm(
             kind_of(x.dtype), kind_of(weight.dtype), flat.data_ptr(), flat.stride(0), weight.data_ptr(), eps,
             out.data_ptr(), flat.shape[0], width,

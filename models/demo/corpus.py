@@ -65,16 +65,42 @@ def python_text(rng: random.Random) -> str:
     return BOS + "\n\n".join(rng.sample(_PYTHON, rng.randint(1, 2))) + EOS
 
 
-_TURNS: tuple[tuple[Callable[[random.Random], tasks.Turn], int], ...] = (
-    (tasks.fact, 50), (tasks.arithmetic, 17), (tasks.json_object, 9), (tasks.reverse, 4), (tasks.about, 5),
-    (tasks.counting, 2), (tasks.small_talk, 5), (tasks.copying, 3),
+@dataclass(frozen=True)
+class Mixture:
+    """How often each kind of document and turn occurs."""
+
+    raw: float
+    drill: float
+    python: float
+    tools: float
+    thinking: float
+    thinking_sum: float
+    turns: tuple[int, ...]
+
+
+_MAKERS = (
+    tasks.fact, tasks.arithmetic, tasks.json_object, tasks.reverse, tasks.about,
+    tasks.counting, tasks.small_talk, tasks.copying,
 )  # fmt: skip
+FACTS_FIRST = Mixture(0.16, 0.0, 0.02, 0.06, 0.25, 0.25, (50, 17, 9, 4, 5, 2, 5, 3))
+EVERYTHING = Mixture(0.08, 0.05, 0.02, 0.13, 0.25, 0.7, (34, 24, 14, 3, 5, 2, 4, 7))
 
 
-def conversation(rng: random.Random, turns: int) -> str:
-    """A chat about anything but tools, in thinking mode one time in four."""
-    thinking = rng.random() < 0.25
-    makers, weights = zip(*_TURNS)
+def drill(rng: random.Random) -> str:
+    """The tables behind the arithmetic steps, as plain text."""
+    lines = []
+    for _ in range(rng.randint(8, 24)):
+        a, b = rng.randint(0, 9), rng.randint(0, 9)
+        if rng.random() < 0.1:
+            x, op, y = tasks.draw_sum(rng)
+            lines.append(f"{x} {op} {y} = {x + y if op == '+' else x - y if op == '-' else x * y}.")
+        else:
+            lines.append(f"{a} + {b} = {a + b}." if rng.random() < 0.5 else f"{a + b} - {b} = {a}.")
+    return BOS + " ".join(lines) + EOS
+
+
+def conversation(rng: random.Random, turns: int, mix: Mixture) -> str:
+    """A chat about anything but tools; in thinking mode only the last turn shows its thoughts."""
     done: list[tasks.Turn] = []
     for _ in range(turns):
         last = done[-1] if done else None
@@ -83,7 +109,8 @@ def conversation(rng: random.Random, turns: int) -> str:
         elif rng.random() < 0.02:
             done.append(tools.tool_turn(rng, {}, rng.choice(("weather", "time", "population"))))
         else:
-            done.append(rng.choices(makers, weights)[0](rng))
+            done.append(rng.choices(_MAKERS, mix.turns)[0](rng))
+    thinking = rng.random() < (mix.thinking_sum if done[-1].is_sum else mix.thinking)
     messages = [{"role": "system", "content": rng.choice(phrases.SYSTEM_PROMPTS)}] if rng.random() < 0.25 else []
     for i, turn in enumerate(done):
         messages += turn.messages(thinking and i == len(done) - 1)
@@ -115,19 +142,19 @@ def tool_conversation(rng: random.Random, turns: int) -> str:
     return render(messages, list(offered.values()))
 
 
-def document(rng: random.Random, long: bool = False) -> str:
+def document(rng: random.Random, long: bool = False, mix: Mixture = FACTS_FIRST) -> str:
     """One document; long ones are conversations that fill a long row."""
     if long:
         turns = rng.randint(8, 60)
-        return conversation(rng, turns) if rng.random() < 0.8 else tool_conversation(rng, turns)
+        return conversation(rng, turns, mix) if rng.random() < 0.8 else tool_conversation(rng, turns)
     roll = rng.random()
-    if roll < 0.16:
-        return raw_text(rng)
-    if roll < 0.18:
-        return python_text(rng)
-    if roll < 0.24:
+    for share, make in ((mix.raw, raw_text), (mix.drill, drill), (mix.python, python_text)):
+        if roll < share:
+            return make(rng)
+        roll -= share
+    if roll < mix.tools:
         return tool_conversation(rng, rng.choice((1, 1, 2)))
-    return conversation(rng, rng.choices((1, 2, 3, 4), (50, 25, 15, 10))[0])
+    return conversation(rng, rng.choices((1, 2, 3, 4), (50, 25, 15, 10))[0], mix)
 
 
 class Packer:
@@ -136,6 +163,7 @@ class Packer:
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer = tokenizer
         self.rng = random.Random(seed)
+        self.mix = FACTS_FIRST
         self.waiting: dict[bool, list[np.ndarray]] = {False: [], True: []}
         self.pad, self.eos = tokenizer.token_to_id(PAD), tokenizer.token_to_id(EOS)
         size = tokenizer.get_vocab_size()
@@ -172,7 +200,7 @@ class Packer:
             used = 0
             while True:
                 while len(waiting) < 64:
-                    texts = [document(self.rng, long) for _ in range(BATCH_DOCS // 8 if long else BATCH_DOCS)]
+                    texts = [document(self.rng, long, self.mix) for _ in range(BATCH_DOCS // 8 if long else BATCH_DOCS)]
                     waiting[:0] = self.encode(texts)
                 room = width - used
                 newest = range(len(waiting) - 1, len(waiting) - 49, -1)

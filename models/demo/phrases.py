@@ -303,7 +303,7 @@ SUFFIXES: tuple[str, ...] = (
     " Please.",
     " Be brief.",
     " Answer in one sentence.",
-    " I am curious.",
+    " I am curious.", ", please.", ", please?",
 )
 
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (

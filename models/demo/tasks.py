@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from . import phrases
 from .chat import Message
@@ -28,7 +27,7 @@ class Turn:
     replies: list[Message]
     country: Country | None = None
     relation: str = ""
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    is_sum: bool = False
 
     def messages(self, thinking: bool) -> list[Message]:
         """The turn as chat messages."""
@@ -55,7 +54,8 @@ def ask(rng: random.Random, kind: str, subject: str, held_out: bool = False) -> 
     if rng.random() < 0.12:
         text = rng.choice(phrases.PREFIXES) + text
     if rng.random() < 0.08:
-        text += rng.choice(phrases.SUFFIXES)
+        suffix = rng.choice(phrases.SUFFIXES)
+        text = (text.rstrip("?.") if suffix[0] == "," else text) + suffix
     return text
 
 
@@ -174,7 +174,7 @@ def arithmetic(rng: random.Random, held_out: bool = False, ops: str = "++--*") -
     words = {"+": " plus ", "-": " minus ", "*": " times "}
     style = 0.0 if held_out else rng.random()
     shown = f"{a} {op} {b}" if style < 0.7 else f"{a}{op}{b}" if style < 0.8 else f"{a}{words[op]}{b}"
-    return Turn(ask(rng, "arithmetic", shown, held_out), steps, say(f"{a} {op} {b} = {result}."))
+    return Turn(ask(rng, "arithmetic", shown, held_out), steps, say(f"{a} {op} {b} = {result}."), is_sum=True)
 
 
 def counting(rng: random.Random) -> Turn:

@@ -26,14 +26,14 @@ _DESCRIPTIONS: dict[str, tuple[str, ...]] = {
     "population": ("Get the population of a country.", "How many people live in a country.", "Population of a country"),
 }
 _NAMES: dict[str, tuple[str, ...]] = {
-    "weather": ("get_weather", "get_weather", "get_weather", "get_current_weather", "weather"),
-    "time": ("get_time", "get_current_time"),
+    "weather": ("get_weather",) * 6 + ("get_current_weather", "weather"),
+    "time": ("get_time", "get_time", "get_time", "get_current_time"),
     "calculator": ("calculator", "calculate"),
     "population": ("get_population",),
 }
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "weather": ("city", "city", "location"),
-    "time": ("city", "city", "location"),
+    "weather": ("city", "city", "city", "location"),
+    "time": ("city", "city", "city", "location"),
     "calculator": ("expression",),
     "population": ("country",),
 }

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .corpus import Packer, held_out
+from .corpus import EVERYTHING, FACTS_FIRST, Packer, held_out
 from .model import DemoConfig, DemoModel, count_parameters
 from .optim import make_optimizers, matrices, split
 from .vocabulary import train_tokenizer, write_tokenizer
@@ -48,7 +48,8 @@ class Recipe:
     mtp_weight: float = 0.3
     mtp_every: int = 2
     chain_every: int = 4
-    balance_rate: float = 1e-3
+    first_steps: int = 1200
+    balance_rates: tuple[float, float] = (1e-3, 4e-3)
 
     def learning_rate(self, step: int) -> float:
         """Warm-up, plateau, then linear decay to (nearly) zero."""
@@ -161,7 +162,8 @@ class Run:
 def train(cfg: DemoConfig, recipe: Recipe, run: Run) -> None:
     """Run the recipe in `run.workers` processes."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(train_tokenizer(cfg.vocab_size, recipe.seed), run.folder, cfg.max_position_embeddings)
+    if not run.resume:
+        write_tokenizer(train_tokenizer(cfg.vocab_size, recipe.seed), run.folder, cfg.max_position_embeddings)
     rendezvous = run.folder / "rendezvous"
     rendezvous.unlink(missing_ok=True)
     torch.multiprocessing.spawn(work, (cfg, recipe, run, rendezvous), nprocs=run.workers)
@@ -183,6 +185,8 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
     began, bar = time.time(), tqdm(range(first, recipe.steps), mininterval=10, dynamic_ncols=True, disable=rank > 0)
     mtp_loss = float("nan")
     for step in bar:
+        second = step >= recipe.first_steps
+        packer.mix = EVERYTHING if second else FACTS_FIRST
         long = step % recipe.long_every == recipe.long_every - 1
         if long:
             rows, weights = packer.rows(recipe.long_row_length, recipe.long_rows, long)
@@ -203,7 +207,7 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
             opt.step()
         exchange(shares)
         for router in model.routers()[: None if mtp else -1]:
-            router.balance(recipe.balance_rate * rate / recipe.lr)
+            router.balance(recipe.balance_rates[second] * rate / recipe.lr)
         mtp_loss = mtp[0].item() if mtp else mtp_loss
         if run.save_every and step % run.save_every == run.save_every - 1:
             save(model, optimizers, packer, run.folder, step + 1, rank)

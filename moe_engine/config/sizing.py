@@ -15,6 +15,11 @@ from moe_engine.models.config import ModelConfig
 CPU_SHARE = 0.8
 """Part of the available memory an engine on a CPU takes on its own; the rest is left to the machine's user."""
 
+CPU_KV_BYTES = 2 * GB
+CPU_KV_SHARE = 0.1
+"""KV that an engine on a CPU takes unasked is at most the larger of these two (the share is of available memory), or
+one whole context: prefixes are kept until the pool is full, and a laptop has other uses for its memory."""
+
 GPU_RESERVE_BYTES = GB
 GPU_RESERVE_SHARE = 0.04
 CPU_MAX_RUNNING = 256
@@ -175,8 +180,14 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
         return asked, "asked for" if asked == given.max_total_tokens else f"asked for, whole pages of {page}"
     useful = given.shape.context_len * given.shape.running
     useful += -useful % page
-    if given.machine.device == "cpu" and useful <= fits:
+    modest = max(CPU_KV_BYTES, int(CPU_KV_SHARE * given.machine.available_bytes))
+    if given.machine.device == "cpu" and useful <= fits and useful * given.bytes_per_token <= modest:
         return useful, f"{given.shape.running} requests of {given.shape.context_len} tokens cannot use more"
+    if given.machine.device == "cpu" and given.mem_fraction is None:
+        one_request = -(-given.shape.context_len // page) * page
+        enough = max(tokens_that_fit(modest, given.bytes_per_token, page), one_request)
+        if enough <= fits:
+            return enough, f"{gb(modest)} of KV unasked on a CPU; {fits} would fit (--max-total-tokens {fits})"
     return fits, "what the memory ledger leaves for KV"
 
 

@@ -39,7 +39,7 @@ GB = 1 << 30
 
 
 def main() -> int:
-    # torch's OpenMP threads would spin for milliseconds after each of its operators and take the cores from our kernels'
+    # torch's OpenMP threads would spin for milliseconds after each of its operators and take the cores from our own
     # threads, the front end and everybody else. Read when torch is imported, so it is set before.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     spec: CoreSpec = read_spec()

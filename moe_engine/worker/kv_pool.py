@@ -16,6 +16,9 @@ import torch
 
 from moe_engine.worker.device_stream import DeviceStream
 
+TOUCHED_AT_ONCE_BYTES = 512 << 20
+"""A pool up to this size takes its memory at start, so that the process does not grow while it serves."""
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -64,11 +67,15 @@ class KVPool:
         self._tensors = [
             [stream.lazy_zeros((rows, *part), spec.dtype) for part in spec.parts] for _ in range(spec.num_layers)
         ]
+        if self.num_bytes <= TOUCHED_AT_ONCE_BYTES:
+            for parts in self._tensors:
+                for tensor in parts:
+                    tensor.zero_()
         self.layers: Sequence[Any] = tuple(parts[0] if spec.kind == "mla" else tuple(parts) for parts in self._tensors)
 
     @property
     def num_bytes(self) -> int:
-        """Address space; on the CPU memory is taken page by page as slots are first written."""
+        """Address space; on the CPU a large pool takes memory page by page as slots are first written."""
         return (self.num_slots + self.page_size) * self.spec.bytes_per_token
 
     def clear_dummy_page(self) -> None:

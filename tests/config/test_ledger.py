@@ -42,7 +42,11 @@ def test_v3_weights_are_counted_as_loaded(resolved):
 
 
 def test_sum_and_rest(resolved):
-    config = resolved(V2_LITE, on=machine(60, 64))
+    modest = resolved(V2_LITE, on=machine(60, 64))
+    assert modest.ledger.kv_bytes == pytest.approx(0.1 * 60 * GB, abs=31104)
+    reason = {d.name: d.reason for d in modest.decisions}["max_total_tokens"]
+    most = int(reason.split("--max-total-tokens ")[1].rstrip(")"))
+    config = resolved(V2_LITE, on=machine(60, 64), max_total_tokens=most)
     ledger = config.ledger
     assert ledger.total_bytes == sum(row.num_bytes for row in ledger.all_rows())
     assert 0 <= ledger.spare_bytes < ledger.bytes_per_token

@@ -148,24 +148,39 @@ struct Router {
   float scale;
 };
 
-// logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed.
+// logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed. Rows of x
+// are padded to whole vectors, those of the gate are not.
 template <int TOKENS, int EXPERTS>
-static INLINE void logits_block(const float* x, int64_t ldx, const float* gate, int64_t dim, float* out, int64_t ldo) {
+static void logits_block(const float* x, int64_t ldx, const float* gate, int64_t dim, float* out, int64_t ldo) {
   F16 sums[TOKENS][EXPERTS];
+#pragma GCC unroll 6
   for (int t = 0; t < TOKENS; t++)
-    for (int e = 0; e < EXPERTS; e++) sums[t][e] = zero();
-  for (int64_t d = 0; d < dim; d += LANES) {
-    F16 a[TOKENS];
 #pragma GCC unroll 4
-    for (int t = 0; t < TOKENS; t++) a[t] = load(x + t * ldx + d);
+    for (int e = 0; e < EXPERTS; e++) sums[t][e] = zero();
+  auto step = [&](const float* row, const float* column, int64_t apart) __attribute__((always_inline)) {
+    F16 a[TOKENS];
+#pragma GCC unroll 6
+    for (int t = 0; t < TOKENS; t++) a[t] = load(row + t * ldx);
 #pragma GCC unroll 4
     for (int e = 0; e < EXPERTS; e++) {
-      F16 b = load_some(gate + e * dim + d, dim - d);
-#pragma GCC unroll 4
+      F16 b = load(column + e * apart);
+#if defined(MOE_AVX512)
+      asm("" : "+v"(b.v[0]));  // one load, not one in each multiply-add: loads are what limits this loop
+#endif
+#pragma GCC unroll 6
       for (int t = 0; t < TOKENS; t++) sums[t][e] = fma(a[t], b, sums[t][e]);
     }
+  };
+  int64_t d = 0;
+  for (; d + LANES <= dim; d += LANES) step(x + d, gate + d, dim);
+  if (d < dim) {
+    float edge[EXPERTS * LANES] = {};
+    for (int e = 0; e < EXPERTS; e++) std::memcpy(edge + e * LANES, gate + e * dim + d, size_t(dim - d) * 4);
+    step(x + d, edge, LANES);
   }
+#pragma GCC unroll 6
   for (int t = 0; t < TOKENS; t++)
+#pragma GCC unroll 4
     for (int e = 0; e < EXPERTS; e++) out[t * ldo + e] = sum(sums[t][e]);
 }
 
@@ -236,10 +251,10 @@ template <class T>
 static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const float* gate, const float* bias,
                   const Router& r, float* weights, int32_t* ids) {
   if (tokens == 0) return;
-  const int64_t experts = r.experts, padded = ceil_div(dim, LANES) * LANES;
+  const int64_t experts = r.experts, padded = ceil_div(dim, LANES) * LANES + LANES;
   float* logits = scratch<float>(SHARED_OUT, tokens * experts);
   // Tasks of a few tokens each; with few tokens, of some experts each, so that all threads read the gate.
-  const int64_t token_block = std::min<int64_t>(tokens, 16), token_tasks = ceil_div(tokens, token_block);
+  const int64_t token_block = std::min<int64_t>(tokens, 24), token_tasks = ceil_div(tokens, token_block);
   const int64_t wanted = ceil_div(4 * omp_get_max_threads(), token_tasks);
   const int64_t expert_block = std::max<int64_t>(ceil_div(ceil_div(experts, wanted), 4) * 4, 8);
   const int64_t expert_tasks = ceil_div(experts, expert_block);
@@ -257,6 +272,8 @@ static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const fl
         const float* g = gate + e * dim;
         float* out = logits + first * experts + e;
         int64_t t = 0;
+        for (; count - t >= 6; t += 6)
+          logits_block<6, EXPERTS>(rows + t * padded, padded, g, dim, out + t * experts, experts);
         for (; count - t >= 4; t += 4)
           logits_block<4, EXPERTS>(rows + t * padded, padded, g, dim, out + t * experts, experts);
         for (; t < count; t++)

@@ -86,12 +86,6 @@ INLINE F16 max(const F16& a, const F16& b) {
   PARTS_LOOP r.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
   return r;
 }
-INLINE F16 min(const F16& a, const F16& b) {
-  F16 r;
-  PARTS_LOOP r.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
-  return r;
-}
-
 INLINE vf fma(vf a, vf b, vf c) {
 #if defined(MOE_AVX512)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -109,20 +103,20 @@ INLINE F16 fma(const F16& a, const F16& b, const F16& c) {
 
 // Sum of the lanes: halves onto halves, always in this order.
 INLINE float sum(const F16& x) {
+#if defined(MOE_AVX512)
+  const __m512 v = (__m512)x.v[0];
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
   float lane[LANES];
   store(lane, x);
   for (int half = LANES / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) lane[i] += lane[i + half];
   return lane[0];
+#endif
 }
-INLINE float highest(const F16& x) {
-  float lane[LANES], best;
-  store(lane, x);
-  best = lane[0];
-  for (int i = 1; i < LANES; i++) best = lane[i] > best ? lane[i] : best;
-  return best;
-}
-
 // ---- bf16 ----
 
 INLINE float to_float(float x) { return x; }
