@@ -2,8 +2,8 @@
 //
 // Legend: T query tokens, R requests, H query heads, G key heads, C latent, P rotary, N/V expanded key/value width.
 // A *column* is one (token, head) of a request that shares its keys with the others: columns are the lanes. For a block
-// of keys,  scores [keys, columns] = keys x queries  and  out [columns, channels] += weights x values.  So keys are read
-// as they lie, the softmax runs down the lanes without a horizontal step, and 16 heads fill a panel.
+// of keys, scores [keys, columns] = keys x queries and out [columns, channels] += weights x values. So keys are read as
+// they lie, the softmax runs down the lanes without a horizontal step, and 16 heads fill a panel.
 //
 // What a column computes depends on its own position only: blocks start at multiples of BLOCK, a fresh running softmax
 // at multiples of SPLIT, and splits are merged in order. Splits may run on different threads; the bits stay the same.
@@ -100,7 +100,8 @@ struct Attention {
       const int64_t count = std::min<int64_t>(LANES, u.columns - p);
       for (int64_t i = 0; i < count; i++) {
         const int64_t c = u.first + p + i, token = queries.starts[u.request] + c / heads.group_heads;
-        rows[i] = heads.q + token * heads.q_token + (u.group * heads.group_heads + c % heads.group_heads) * heads.q_head;
+        const int64_t head = u.group * heads.group_heads + c % heads.group_heads;
+        rows[i] = heads.q + token * heads.q_token + head * heads.q_head;
       }
       pack_rows(rows, count, heads.key_width, key_steps, panels + p * key_steps);
       for (int64_t i = 0; i < LANES; i++) last[p + i] = int32_t(last_position(u, p + std::min(i, count - 1)));
@@ -287,7 +288,8 @@ struct Attention {
 };
 
 template <class T>
-static INLINE void add_rows(Ahead* ahead, const T* first, int64_t row, int64_t width, const int32_t* slots, int64_t count) {
+static INLINE void add_rows(Ahead* ahead, const T* first, int64_t row, int64_t width, const int32_t* slots,
+                            int64_t count) {
   ahead->lines = ceil_div(width * int64_t(sizeof(T)), 64);
   for (int64_t i = 0; i < count; i++)
     ahead->rows[ahead->count++] = reinterpret_cast<const char*>(first + (slots ? slots[i] : i) * row);
@@ -307,7 +309,8 @@ static INLINE void place(Keys* keys, int part, const void* data, int64_t stride,
 // The rows of a paged block; pieces in place where their slots follow each other and the kernel can read them so, else
 // copied. `rows` become the addresses of all rows.
 template <class T>
-static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count, const T** rows) {
+static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count,
+                       const T** rows) {
   const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_rows = row_multiple(T{});
   const int64_t stride = ceil_div(padded * size, 64) * 64 + 64;  // odd lines: rows spread over cache sets
   char* copy = scratch<char>(KEYS, BLOCK * stride);
@@ -405,7 +408,8 @@ struct ExpandedSource {
     return view;
   }
   void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
-    add_rows(lines, kv + (starts[u.request] + first) * kv_row + u.group * kv_head, kv_row, nope + value, nullptr, count);
+    const T* at = kv + (starts[u.request] + first) * kv_row + u.group * kv_head;
+    add_rows(lines, at, kv_row, nope + value, nullptr, count);
   }
 };
 
@@ -419,8 +423,8 @@ static void absorbed(const T* q, int64_t q_token, int64_t q_head, const T* cache
 
 template <class T>
 static void paged(const T* q, int64_t q_token, int64_t q_head, const T* k, int64_t k_row, int64_t k_head, const T* v,
-                  int64_t v_row, int64_t v_head, const Queries& queries, int64_t heads, int64_t key_heads, int64_t width,
-                  float scale, T* out) {
+                  int64_t v_row, int64_t v_head, const Queries& queries, int64_t heads, int64_t key_heads,
+                  int64_t width, float scale, T* out) {
   const Heads<T> h{q, q_token, q_head, out, heads * width, width, key_heads, heads / key_heads, width, width, scale};
   const PagedSource<T> source{queries, k, v, k_row, k_head, v_row, v_head, width};
   Attention<T, PagedSource<T>>(queries, h, source).run(128);
@@ -448,7 +452,8 @@ using namespace moe;
 API void moe_absorbed(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* cache, int64_t row,
                       const Queries* queries, int64_t heads, int64_t latent, int64_t rotary, float scale, void* out) {
   if (is_bf16)
-    absorbed(IN(bf16, q), q_token, q_head, IN(bf16, cache), row, *queries, heads, latent, rotary, scale, OUT(bf16, out));
+    absorbed(IN(bf16, q), q_token, q_head, IN(bf16, cache), row, *queries, heads, latent, rotary, scale,
+             OUT(bf16, out));
   else
     absorbed(IN(float, q), q_token, q_head, IN(float, cache), row, *queries, heads, latent, rotary, scale,
              OUT(float, out));
@@ -469,8 +474,8 @@ API void moe_expanded(int is_bf16, const void* q, int64_t q_token, int64_t q_hea
                       int64_t kv_head, const void* rope, int64_t rope_row, const Queries* queries, int64_t heads,
                       int64_t nope, int64_t rotary, int64_t value, float scale, void* out) {
   if (is_bf16)
-    expanded(IN(bf16, q), q_token, q_head, IN(bf16, kv), kv_row, kv_head, IN(bf16, rope), rope_row, *queries, heads, nope,
-             rotary, value, scale, OUT(bf16, out));
+    expanded(IN(bf16, q), q_token, q_head, IN(bf16, kv), kv_row, kv_head, IN(bf16, rope), rope_row, *queries, heads,
+             nope, rotary, value, scale, OUT(bf16, out));
   else
     expanded(IN(float, q), q_token, q_head, IN(float, kv), kv_row, kv_head, IN(float, rope), rope_row, *queries, heads,
              nope, rotary, value, scale, OUT(float, out));

@@ -16,7 +16,8 @@ struct Shape {
 
 template <class T>
 static Shape shape_of(int64_t experts, int64_t hidden, int64_t width) {
-  Shape s{experts, hidden, width, panels_of(width), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width), 0};
+  Shape s{experts, hidden, width, panels_of(width), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width),
+          0};
   s.expert_units = LANES * (2 * s.width_panels * s.hidden_steps + s.hidden_panels * s.width_steps);
   return s;
 }
@@ -71,20 +72,21 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
     }
     if (last == s.width_panels)  // the padding that the second pass reads
       for (int64_t i = 0; i < unit.rows; i++)
-        std::memset(hidden + (unit.begin + i) * hidden_stride + s.width, 0, size_t(hidden_stride - s.width) * sizeof(T));
+        std::memset(hidden + (unit.begin + i) * hidden_stride + s.width, 0,
+                    size_t(hidden_stride - s.width) * sizeof(T));
   });
   int64_t down_width = panels_per_task(s.hidden_panels, s.width_steps * step_bytes, count);
   int64_t down_parts = ceil_div(s.hidden_panels, down_width);
   parallel(count * down_parts, [&](int64_t task) {
     const Unit& unit = units[task / down_parts];
     const int64_t first = task % down_parts * down_width, last = std::min(first + down_width, s.hidden_panels);
-    const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_steps * LANES, s.hidden_panels,
-                   s.width_steps};
+    const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_steps * LANES,
+                   s.hidden_panels, s.width_steps};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(hidden + unit.begin * hidden_stride, hidden_stride * int64_t(sizeof(T)), unit.rows, s.width, w, p, here,
-                 p + here, c, GROUP * LANES);
+      product<T>(hidden + unit.begin * hidden_stride, hidden_stride * int64_t(sizeof(T)), unit.rows, s.width, w, p,
+                 here, p + here, c, GROUP * LANES);
       const int64_t columns = std::min(here * LANES, s.hidden - column);
       for (int64_t i = 0; i < unit.rows; i++) {
         T* to = out_of(unit, i) + column;
@@ -176,7 +178,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
       for (int64_t d = 0; d < s.hidden; d += LANES) {
         F16 total = zero();
         for (int64_t k = 0; k < top_k; k++) {
-          if (next[k] >= 0) __builtin_prefetch(partial + next[k] * s.hidden + d);  // rows lie wherever the sort put them
+          if (next[k] >= 0) __builtin_prefetch(partial + next[k] * s.hidden + d);  // rows lie where the sort put them
           if (mine[k] < 0) continue;
           F16 value = load_some(partial + mine[k] * s.hidden + d, s.hidden - d);
           total = fma(value, set1(topk[t * top_k + k]), total);

@@ -83,7 +83,8 @@ using namespace moe;
 // Asks for large pages under memory that will be streamed, before it is touched: fewer address translations.
 API void moe_large_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const uintptr_t page = 4096, from = (uintptr_t(data) + page - 1) / page * page, to = (uintptr_t(data) + bytes) / page * page;
+  const uintptr_t page = 4096, begin = uintptr_t(data), end = begin + uintptr_t(bytes);
+  const uintptr_t from = (begin + page - 1) / page * page, to = end / page * page;
   if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 #else
   (void)data, (void)bytes;

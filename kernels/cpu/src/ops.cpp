@@ -43,7 +43,8 @@ static void norm(const T* x, int64_t ldx, const W* weight, float eps, T* out, in
 }
 
 template <class T, class W>
-static void add_norm(const T* x, int64_t ldx, T* residual, const W* weight, float eps, T* out, int64_t rows, int64_t n) {
+static void add_norm(const T* x, int64_t ldx, T* residual, const W* weight, float eps, T* out, int64_t rows,
+                     int64_t n) {
   parallel_ranges(rows, double(n) * 0.25, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++) {
       T* r = residual + t * n;
@@ -137,7 +138,8 @@ static void write_rows(const char* x, int64_t x_token, int64_t x_head, const voi
   parallel_ranges(tokens, double(heads * bytes) * 0.1, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++)
       for (int64_t h = 0; h < heads; h++)
-        std::memcpy(cache + slot_of(slots, wide, t) * cache_row + h * bytes, x + t * x_token + h * x_head, size_t(bytes));
+        std::memcpy(cache + slot_of(slots, wide, t) * cache_row + h * bytes, x + t * x_token + h * x_head,
+                    size_t(bytes));
   });
 }
 
@@ -311,8 +313,8 @@ using namespace moe;
 #define IN(type, p) static_cast<const type*>(p)
 #define OUT(type, p) static_cast<type*>(p)
 
-API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps, void* out,
-                      int64_t rows, int64_t n) {
+API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps,
+                      void* out, int64_t rows, int64_t n) {
   typed(is_bf16, weight_bf16, [&](auto a, auto b) {
     using T = decltype(a);
     norm(IN(T, x), ldx, IN(decltype(b), weight), eps, OUT(T, out), rows, n);

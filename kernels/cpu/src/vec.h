@@ -226,7 +226,8 @@ INLINE F16 load_odd(const uint32_t* p) {
 // 2^n times p, with 0 where `tiny` (n is integral and within range elsewhere).
 INLINE vf scaled(vf p, vf n, vi tiny) {
 #if defined(MOE_AVX512)
-  return (vf)_mm512_maskz_scalef_ps(_mm512_cmpeq_epi32_mask((__m512i)tiny, _mm512_setzero_si512()), (__m512)p, (__m512)n);
+  const __mmask16 keep = _mm512_cmpeq_epi32_mask((__m512i)tiny, _mm512_setzero_si512());
+  return (vf)_mm512_maskz_scalef_ps(keep, (__m512)p, (__m512)n);
 #else
   return (vf)(((vi)p + (__builtin_convertvector(n, vi) << 23)) & ~tiny);
 #endif

@@ -1,0 +1,149 @@
+"""The offline API: shapes of answers, streams, asyncio, errors, a model class of the user's own, a killed engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import moe_engine
+from moe_engine import Engine
+from moe_engine.errors import ConfigError, EngineDeadError, InputError
+from tests.models.checkpoints import make_checkpoint
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(checkpoint), dtype="float32", max_total_tokens=4096) as engine:
+        yield engine
+
+
+def test_one_prompt_and_many(engine: Engine) -> None:
+    one = engine.generate("hello", GREEDY)
+    assert isinstance(one, dict) and set(one) == {"text", "output_ids", "meta_info"}
+    assert one["meta_info"]["completion_tokens"] == len(one["output_ids"]) == 6
+    assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
+    many = engine.generate(["hello", "other"], GREEDY)
+    assert isinstance(many, list) and many[0]["output_ids"] == one["output_ids"]
+    by_ids = engine.generate(input_ids=engine.encode("hello"), sampling_params=GREEDY)
+    assert by_ids["output_ids"] == one["output_ids"]  # type: ignore[call-overload]
+
+
+def test_stream_grows_to_the_answer(engine: Engine) -> None:
+    whole = engine.generate("hello", GREEDY)
+    chunks = list(engine.generate("hello", GREEDY, stream=True))  # type: ignore[arg-type]
+    texts = [chunk["text"] for chunk in chunks]
+    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
+    assert texts[-1] == whole["text"]  # type: ignore[call-overload]
+
+
+def test_a_stream_left_early_is_aborted(engine: Engine) -> None:
+    for _ in engine.generate("hello", {**GREEDY, "max_new_tokens": 400}, stream=True):  # type: ignore[union-attr]
+        break
+    deadline = time.monotonic() + 20
+    while engine.get_server_info()["internal_states"][0]["num_running"]:
+        assert time.monotonic() < deadline
+
+
+def test_asyncio(engine: Engine) -> None:
+    whole = engine.generate("hello", GREEDY)
+
+    async def both() -> tuple:
+        answer = await engine.async_generate("hello", GREEDY)
+        stream = await engine.async_generate("hello", GREEDY, stream=True)
+        return answer, [chunk async for chunk in stream]  # type: ignore[union-attr]
+
+    answer, chunks = asyncio.run(both())
+    assert answer["output_ids"] == whole["output_ids"]  # type: ignore[call-overload]
+    assert chunks[-1]["text"] == whole["text"]  # type: ignore[call-overload]
+
+
+def test_logprobs(engine: Engine) -> None:
+    answer = engine.generate("hello", GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+    meta = answer["meta_info"]  # type: ignore[call-overload]
+    assert len(meta["output_token_logprobs"]) == 6
+    assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
+    assert meta["input_token_logprobs"][0][0] is None
+    best = [entry[0] for entry in meta["output_top_logprobs"]]
+    assert [token for _, token, _ in best] == answer["output_ids"]  # type: ignore[call-overload]
+
+
+def test_input_errors_name_the_field(engine: Engine) -> None:
+    with pytest.raises(InputError, match="temperature"):
+        engine.generate("a", {"temperature": -1})
+    with pytest.raises(InputError, match="input_ids"):
+        engine.generate(input_ids=[10**6])
+    with pytest.raises(InputError, match="exactly one"):
+        engine.generate()
+    assert engine.generate("hello", GREEDY)
+
+
+def test_flags_are_those_of_the_server(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="tp-size 4: not available yet"):
+        Engine(model_path=str(checkpoint), tp_size=4)
+    with pytest.raises(ConfigError, match="page_sise"):
+        Engine(model_path=str(checkpoint), page_sise=4)
+
+
+def test_broken_checkpoint_is_a_config_error(checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "q_lora_rank": config["q_lora_rank"] * 2}))
+    (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match=r"q_a_"):
+        Engine(model_path=str(tmp_path), skip_tokenizer_init=True)
+
+
+def test_killed_engine_is_named(checkpoint: Path) -> None:
+    engine = Engine(model_path=str(checkpoint))
+    pid = engine._core.pid
+    psutil.Process(pid).kill()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"pid {pid}\) was killed by SIGKILL"):
+        engine.generate("hello", {**GREEDY, "max_new_tokens": 400})
+    assert time.monotonic() - began < 2
+    engine.shutdown()
+
+
+def test_outside_model(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of the user's own, registered without touching the source, is found by the engine's process too."""
+    source = "from moe_engine.models.deepseek import DeepseekModel\n\n\nclass Mine(DeepseekModel):\n    pass\n"
+    (tmp_path / "my_model_module.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_model_module  # type: ignore[import-not-found]
+
+    moe_engine.register_model("MineForCausalLM", my_model_module.Mine)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MineForCausalLM"]}))
+    with Engine(model_path=str(folder), dtype="float32") as mine, Engine(str(checkpoint), dtype="float32") as usual:
+        assert mine.generate("hello", GREEDY)["output_ids"] == usual.generate("hello", GREEDY)["output_ids"]  # type: ignore[call-overload]
+
+
+def test_dummy_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    with Engine(str(tmp_path), load_format="dummy", skip_tokenizer_init=True) as engine:
+        answer = engine.generate(input_ids=[1, 2, 3], sampling_params=GREEDY)
+    assert len(answer["output_ids"]) == 6 and "text" not in answer  # type: ignore[call-overload]
+
+
+def test_importing_the_package_is_light() -> None:
+    import subprocess
+
+    code = "import sys, moe_engine; assert not {'torch', 'fastapi', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
