@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -46,7 +47,7 @@ def test_stream_grows_to_the_answer(engine: Engine) -> None:
     whole = engine.generate("hello", GREEDY)
     chunks = list(engine.generate("hello", GREEDY, stream=True))  # type: ignore[arg-type]
     texts = [chunk["text"] for chunk in chunks]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     assert texts[-1] == whole["text"]  # type: ignore[call-overload]
 
 
