@@ -22,6 +22,7 @@ $(STAMP_SERVE): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing moe-engine into $(VENV) ..."
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e .
+	@$(BIN)/python -m moe_engine.kernels.cpu
 	@touch $@
 
 $(STAMP_TEST): $(STAMP_SERVE)

@@ -1,0 +1,24 @@
+"""``python -m moe_engine.kernels.cpu``: compiles the C++ kernels now, so that no start has to wait for it.
+
+Without a compiler it says so and succeeds: the torch rows serve then.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from moe_engine.kernels.cpu.library import LibraryError, load
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        library = load()
+    except LibraryError as error:
+        print(f"CPU kernels: not built ({error}); the torch kernels will serve, more slowly")
+    else:
+        print(f"CPU kernels: {library.path}, {library.file}")
+
+
+if __name__ == "__main__":
+    main()
