@@ -117,7 +117,7 @@ def _make_worker(config: ResolvedConfig) -> Worker:
 
     torch.manual_seed(config.random_seed)
     logger.info("%s", logs.load_begin_line(_available_gb(config)))
-    worker = Worker.create(worker_options(config), progress=sys.stderr.isatty())
+    worker = Worker.create(worker_options(config), progress=logger.isEnabledFor(logging.INFO))
     info = worker.info
     weights, kv = info.weight_bytes / GB, info.kv_bytes / GB
     before_kv = _available_gb(config) + kv

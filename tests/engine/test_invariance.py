@@ -17,6 +17,8 @@ from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 250  # below the special tokens
+CUTS = ((16, 4, True, True, 256), (48, 1, False, False, 512), (-1, 16, True, False, 1008))
+"""Chunk size, page size, overlap, mixed chunk, slots."""
 PLAIN = {"disable_radix_cache": True, "chunked_prefill_size": -1, "overlap": False}
 
 
@@ -118,6 +120,24 @@ def test_answers_do_not_depend_on_what_else_runs(
         schedule_conservativeness=0.1,
     )
     check_same(found, alone(engine, script), script)
+
+
+def test_tokens_with_both_forms_of_attention(tmp_path: Path) -> None:
+    """As launched by default: prompts in the expanded form, decodes absorbed. Rounding differs, tokens do not."""
+    rng = random.Random(19)
+    path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=19)
+    flags = {"dtype": "float32", "max_total_tokens": 1024, "max_running_requests": 16}
+    engine = InProcessEngine(path, tmp_path / "board", **flags)
+    script = make_script(rng, 12, shared=True, spread=20)
+    try:
+        expected = alone(engine, script)
+        for chunk, page, overlap, mixed, slots in CUTS:
+            limits = {"chunked_prefill_size": chunk, "page_size": page, "enable_mixed_chunk": mixed, "num_slots": slots}
+            found = engine.run(script, overlap=overlap, policy="lpm", **limits)
+            for item in script:
+                assert found[item.rid].token_ids == expected[item.rid].token_ids
+    finally:
+        engine.close()
 
 
 def test_retraction_changes_nothing(engine: InProcessEngine) -> None:
