@@ -303,7 +303,9 @@ SUFFIXES: tuple[str, ...] = (
     " Please.",
     " Be brief.",
     " Answer in one sentence.",
-    " I am curious.", ", please.", ", please?",
+    " I am curious.",
+    ", please.",
+    ", please?",
 )
 
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (

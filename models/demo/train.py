@@ -27,7 +27,7 @@ from .model import DemoConfig, DemoModel, count_parameters
 from .optim import make_optimizers, matrices, split
 from .vocabulary import train_tokenizer, write_tokenizer
 
-STEPS_PER_MINUTE = 62
+STEPS_PER_MINUTE = 60
 """Steps that two cores of a current server processor make in a minute."""
 
 
