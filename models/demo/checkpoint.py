@@ -146,7 +146,7 @@ def write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
         if sum(t.nbytes for t in shards[-1].values()) >= SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensors[name]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})

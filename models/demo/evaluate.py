@@ -27,9 +27,9 @@ from .model import DemoModel
 DRAFTS = 4
 
 
-def _padded(rows: list[list[int]], pad: int) -> Tensor:
+def _padded(rows: list[list[int]], pad: int | None) -> Tensor:
     """Rows of different lengths as one matrix; what follows a row cannot reach back to it."""
-    out = torch.full((len(rows), max(map(len, rows))), pad)
+    out = torch.full((len(rows), max(map(len, rows))), pad or 0)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row)
     return out
