@@ -40,7 +40,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention. KV heads and head_dim of the file mean nothing here and are not read."""
+    """Multi-head latent attention. KV heads and head_dim of the file mean nothing here and are not read.
+
+    `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it).
+    """
 
     num_heads: int
     q_lora_rank: int | None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from moe_engine.models.config_fields import Fields, parse_eos, parse_quant, parse_rope
+from moe_engine.models.config_fields import Fields, is_whole, parse_eos, parse_quant, parse_rope
 
 
 def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -23,8 +23,6 @@ def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         v_head_dim=fields.integer("v_head_dim"),
         bias=fields.flag("attention_bias"),
     )
-    if attention.bias:
-        fields.fail("attention_bias", "is true: biased MLA projections are not supported")
     moe = _deepseek_moe(fields)
     first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
     layers = fields.integer("num_hidden_layers")
@@ -182,7 +180,7 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         eos_token_ids=parse_eos(fields, generation),
-        bos_token_id=bos if isinstance(bos, int) else None,
+        bos_token_id=int(bos) if is_whole(bos) else None,
         quant=parse_quant(fields),
         checkpoint_dtype=dtype.removeprefix("torch."),
         mlp_bias=fields.flag("mlp_bias"),

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import QuantConfig, RopeConfig
@@ -45,6 +45,11 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**outer, **text, "architectures": text.get("architectures") or raw.get("architectures")}
 
 
+def is_whole(value: Any) -> TypeGuard[int | float]:
+    """Whether it is an int, or a float that some tool wrote for one."""
+    return value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
+
+
 class Fields:
     """A config object with typed getters. Ints may be stored as whole floats, as some tools write them."""
 
@@ -72,18 +77,21 @@ class Fields:
         value = self._get(name, default)
         if value is default and default is not _MISSING:
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        if not is_whole(value):
             self.fail(name, f"must be a whole number, found {value!r}")
         if value < minimum:
             self.fail(name, f"must be at least {minimum}, found {value}")
         return int(value)
 
-    def number(self, name: str, default: Any = _MISSING) -> Any:
+    def number(self, name: str, default: Any = _MISSING, above: float | None = None) -> Any:
+        """A finite number greater than `above`; None passes only as the default."""
         value = self._get(name, default)
         if value is default and default is not _MISSING:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             self.fail(name, f"must be a number, found {value!r}")
+        if above is not None and value <= above:
+            self.fail(name, f"must be more than {above:g}, found {value}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -115,25 +123,26 @@ def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bo
         scales_softmax: whether mscale_all_dim multiplies the softmax scale (DeepSeek).
     """
     section = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
-    theta = section.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
+    theta = section.number("rope_theta", None, above=0) or fields.number("rope_theta", 10000.0, above=0)
     kind = section.text("rope_type", None) or section.text("type", None) or "default"
     if width % 2:
         raise ConfigError(f"{fields.source}: the rotary width must be even, found {width}")
     if kind in ("default", "mrope"):
         return RopeConfig(theta, width, interleaved)
     if kind == "linear":
-        return RopeConfig(theta, width, interleaved, kind, factor=section.number("factor"))
+        return RopeConfig(theta, width, interleaved, kind, factor=section.number("factor", above=0))
     original = section.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
     if kind == "llama3":
+        low = section.number("low_freq_factor", above=0)
         return RopeConfig(
             theta,
             width,
             interleaved,
             kind,
-            factor=section.number("factor"),
+            factor=section.number("factor", above=0),
             original_max_position=original,
-            low_freq_factor=section.number("low_freq_factor"),
-            high_freq_factor=section.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=section.number("high_freq_factor", above=low),
         )
     if kind == "yarn":
         return _parse_yarn(fields, section, RopeConfig(theta, width, interleaved, kind, 1.0, original), scales_softmax)
@@ -146,7 +155,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softmax: bool) -> RopeConfig:
-    factor = section.number("factor", None)
+    factor = section.number("factor", None, above=0)
     if factor is None:
         factor = fields.integer("max_position_embeddings") / base.original_max_position
     mscale, all_dim = section.number("mscale", None), section.number("mscale_all_dim", None)
@@ -161,8 +170,8 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
         "yarn",
         factor=factor,
         original_max_position=base.original_max_position,
-        beta_fast=section.number("beta_fast", 32.0),
-        beta_slow=section.number("beta_slow", 1.0),
+        beta_fast=section.number("beta_fast", 32.0, above=0),
+        beta_slow=section.number("beta_slow", 1.0, above=0),
         truncate=section.flag("truncate", True),
         attention_factor=attention_factor,
         softmax_factor=yarn_mscale(factor, all_dim) ** 2 if scales_softmax and all_dim else 1.0,
@@ -180,9 +189,9 @@ def parse_quant(fields: Fields) -> QuantConfig | None:
     if section.text("activation_scheme", "dynamic") != "dynamic":
         section.fail("activation_scheme", "must be dynamic: static activation scales are not supported")
     block = section.raw.get("weight_block_size") or [128, 128]
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+    if not isinstance(block, list) or len(block) != 2 or not all(is_whole(b) and b > 0 for b in block):
         section.fail("weight_block_size", f"must be two positive integers, found {block!r}")
-    return QuantConfig("fp8", (block[0], block[1]), section.text("scale_fmt", None))
+    return QuantConfig("fp8", (int(block[0]), int(block[1])), section.text("scale_fmt", None))
 
 
 def parse_eos(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -190,8 +199,10 @@ def parse_eos(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
     found: list[int] = []
     for where in (generation.get("eos_token_id"), fields.raw.get("eos_token_id")):
         for token in where if isinstance(where, list) else [where]:
-            if isinstance(token, bool) or not isinstance(token, int | None):
+            if token is None:
+                continue
+            if not is_whole(token):
                 fields.fail("eos_token_id", f"must be an integer or a list of integers, found {where!r}")
-            if token is not None and token not in found:
-                found.append(token)
+            if token not in found:
+                found.append(int(token))
     return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.weights import open_source
 from moe_engine.parallel.context import SINGLE, ParallelContext
+
+_LAYERS = "model.layers."
 
 
 def load_model(
@@ -59,18 +61,25 @@ def load_model(
     return model
 
 
-def ignored_names(config: ModelConfig, include_mtp: bool = False) -> Callable[[str], bool]:
-    """Which tensors a checkpoint may hold without any layer asking for them.
+def ignored_names(config: ModelConfig, include_mtp: bool = False) -> Callable[[Collection[str]], set[str]]:
+    """Which of a checkpoint's tensors no layer needs to ask for.
 
-    Rotary frequencies; a head that is tied to the embedding; multi-token-prediction layers (index >= num_hidden_layers)
-    unless `include_mtp`.
+    Rotary frequencies; a head that is tied to the embedding; multi-token-prediction layers unless `include_mtp`. Those
+    have an index >= num_hidden_layers and an eh_proj; a layer without one is missing from config.json's count.
     """
 
-    def ignore(name: str) -> bool:
-        if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name.startswith("lm_head.")):
-            return True
-        parts = name.split(".")
-        is_layer = len(parts) > 2 and parts[:2] == ["model", "layers"] and parts[2].isdigit()
-        return is_layer and not include_mtp and int(parts[2]) >= config.num_layers
+    def index(name: str) -> int:
+        part = name.removeprefix(_LAYERS).partition(".")[0]
+        return int(part) if name.startswith(_LAYERS) and part.isdigit() else -1
+
+    def ignore(names: Collection[str]) -> set[str]:
+        mtp = {index(name) for name in names if name.endswith(".eh_proj.weight") and index(name) >= config.num_layers}
+        return {
+            name
+            for name in names
+            if name.endswith("rotary_emb.inv_freq")
+            or (config.tie_word_embeddings and name.startswith("lm_head."))
+            or (not include_mtp and index(name) in mtp)
+        }
 
     return ignore

@@ -11,6 +11,7 @@ or whose name is the architecture and whose value is the model class.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +23,8 @@ from moe_engine.errors import ConfigError
 if TYPE_CHECKING:
     from moe_engine.models.config import ModelConfig
     from moe_engine.models.config_fields import Fields
+
+logger = logging.getLogger(__name__)
 
 ConfigParser = Callable[["Fields", Mapping[str, Any]], "ModelConfig"]
 ENTRY_POINT_GROUP = "moe_engine.models"
@@ -67,7 +70,8 @@ def register(
 
     Args:
         architecture: the name in config.json's `architectures`.
-        target: the model class or its dotted path, called as `target(config, reader, backends, parallel)`.
+        target: the model class or its dotted path, called as `target(config, reader, backends, parallel,
+            max_positions=...)` (positions that requests can reach; `models.batch.Model` says what it must offer).
         config_parser: (fields, generation defaults) -> ModelConfig; by default MLA fields are recognised, else dense.
     """
     parser = config_parser or f"{_FAMILIES}:parse_auto"
@@ -155,5 +159,8 @@ def _load_entry_points() -> None:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name.endswith(("ForCausalLM", "ForConditionalGeneration")):
             register(point.name, point.value)
-        else:
+            continue
+        try:
             point.load()()
+        except Exception as error:  # somebody else's package: its models are missing, ours still load
+            logger.warning("entry point %s = %s of %s failed: %r", point.name, point.value, ENTRY_POINT_GROUP, error)

@@ -39,6 +39,7 @@ def _mla_count(a: MLAConfig, hidden: int) -> LayerCount:
     query = a.num_heads * a.qk_head_dim
     kv_b = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank
     plain = hidden * a.cache_width + kv_b + a.num_heads * a.v_head_dim * hidden
+    plain += ((a.q_lora_rank or 0) + a.cache_width + hidden) * a.bias
     if a.q_lora_rank is None:
         return LayerCount(plain + hidden * query, a.kv_lora_rank, kv_b)
     plain += hidden * a.q_lora_rank + a.q_lora_rank * query

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,7 +78,7 @@ class WeightReader:
         directory: holds model.safetensors, or an index and its shards.
         dtype: the activation dtype that tensors come out in.
         block: rows and columns that one scale of a block-FP8 weight covers.
-        ignore: names that may stay unread (and do not count for the progress bar).
+        ignore: of all names, those that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and time left on stderr.
 
     Raises:
@@ -91,7 +91,7 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         block: tuple[int, int] = (128, 128),
-        ignore: Callable[[str], bool] = lambda name: False,
+        ignore: Callable[[Collection[str]], Collection[str]] = lambda names: (),
         progress: bool = False,
     ) -> None:
         self.dtype = dtype
@@ -100,7 +100,8 @@ class WeightReader:
         self._block = block
         self._lock = threading.Lock()
         self._files = _open_files(self._directory)
-        self._unread = {name for name in self._files if not ignore(name)}
+        # A projection of width 0 (no shared experts, as transformers saves it) holds nothing that could be asked for.
+        self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
         total = sum(self._entry(name).num_bytes for name in self._unread)
         self._bar = tqdm(
             total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", file=sys.stderr,

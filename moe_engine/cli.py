@@ -131,9 +131,12 @@ def _serve(argv: Sequence[str], prog: str, explain: bool) -> int:
         return _explain(args, as_json)
     if as_json:
         raise ConfigError("--json belongs to --explain")
-    from moe_engine.server import launch
+    from moe_engine.server.stop import sigterm_exits
 
-    return int(launch.serve(args))
+    with sigterm_exits():
+        from moe_engine.server import launch
+
+        return int(launch.serve(args))
 
 
 def _explain(args: EngineArgs, as_json: bool) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 
-MAX_SCORES = 1 << 24
+MAX_SCORES = 1 << 22
 """Scores held at once (elements); longer query chunks are cut into blocks."""
 
 

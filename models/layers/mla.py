@@ -64,7 +64,7 @@ class MLAAttention:
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
         self._load_kv_b(reader, prefix)
         width = mla.num_heads * mla.v_head_dim
-        self._o = load_linear(self._linear, reader, [f"{prefix}.o_proj"], [config.hidden_size], width)
+        self._o = load_linear(self._linear, reader, [f"{prefix}.o_proj"], [config.hidden_size], width, mla.bias)
 
     def _load_query(self, config: ModelConfig, reader: WeightSource, prefix: str) -> None:
         """The products of the layer's input: q_a and kv_a in one where q has a latent, else q and kv_a."""
@@ -73,10 +73,11 @@ class MLAAttention:
         rank = mla.q_lora_rank
         self._q_norm: RMSNorm | None = None
         if rank is None:
-            self._kv_a = load_linear(kernel, reader, [kv_a], [mla.cache_width], hidden)
+            self._kv_a = load_linear(kernel, reader, [kv_a], [mla.cache_width], hidden, mla.bias)
             self._q = load_linear(kernel, reader, [f"{prefix}.q_proj"], [query], hidden)
             return
-        self._kv_a = load_linear(kernel, reader, [f"{prefix}.q_a_proj", kv_a], [rank, mla.cache_width], hidden)
+        both = [f"{prefix}.q_a_proj", kv_a]
+        self._kv_a = load_linear(kernel, reader, both, [rank, mla.cache_width], hidden, mla.bias)
         self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank)
 

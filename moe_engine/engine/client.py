@@ -19,6 +19,9 @@ from moe_engine.errors import EngineDeadError
 
 logger = logging.getLogger("moe_engine")
 
+DRAIN_SECONDS = 10.0
+"""For the core to leave once every client has its answer; only a step that nobody waits for can still run."""
+
 
 class _Inbox:
     """What has arrived for one request and was not read yet; pieces merge while the reader is slow."""
@@ -126,6 +129,7 @@ class CoreClient:
             ready=status.ready,
             last_step=status.step,
             last_step_age=status.step_age,
+            silence=status.silence,
             oldest_queued_age=status.oldest_queued_age,
             num_running=status.num_running,
             num_waiting=status.num_waiting,
@@ -140,7 +144,7 @@ class CoreClient:
         self._closing = True
         self._core.expect_exit()
         self._send(messages.Shutdown(drain=drain))
-        await asyncio.get_running_loop().run_in_executor(None, self._core.stop, 60.0 if drain else 5.0)
+        await asyncio.get_running_loop().run_in_executor(None, self._core.stop, DRAIN_SECONDS if drain else 5.0)
         self._reader.cancel()
         self._to_core.close()
         self._from_core.close()

@@ -44,6 +44,8 @@ class Health:
     num_used_tokens: int
     dead: str | None = None
     """Name and cause of a process that died, for instance ``engine core (pid 4242) was killed by SIGKILL``."""
+    silence: float = 0.0
+    """Since the engine's loop last turned, be it idle or busy: long when a step hangs or the process is stopped."""
 
 
 class EngineClient(Protocol):

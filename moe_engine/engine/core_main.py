@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,7 @@ def _build(spec: CoreSpec) -> tuple[EngineCore, ZmqPort, dict[str, Any]]:
         random_seed=config.random_seed,
         worker_stats=lambda: {"weight_bytes": info["weight_bytes"], "kv_bytes": info["kv_bytes"]},
     )
-    board.write(ready=1)
+    board.write(ready=1, last_turn=time.monotonic())
     return core, port, info
 
 

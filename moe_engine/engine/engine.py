@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -59,6 +60,7 @@ class Engine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="moe-engine", daemon=True)
         self._thread.start()
         self._closed = False
+        self._pid = os.getpid()
         try:
             self.info: EngineInfo = engine_info(self._core.wait_ready())
             self._frontend: Frontend = self._run(self._open())
@@ -121,7 +123,7 @@ class Engine:
             while (chunk := self._run(_next(chunks))) is not _END:
                 yield chunk
         finally:
-            if not self._closed:
+            if not self._closed and self._is_ours:
                 self._run(chunks.aclose())
 
     async def _aiterate(self, request: GenerateInput) -> AsyncIterator[Output]:
@@ -177,7 +179,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Ends running requests and the engine process. Safe to call twice."""
-        if self._closed:
+        if self._closed or not self._is_ours:
             return
         self._closed = True
         asyncio.run_coroutine_threadsafe(self._frontend.client.shutdown(drain=False), self._loop).result()
@@ -194,10 +196,16 @@ class Engine:
 
     # -- plumbing
 
+    @property
+    def _is_ours(self) -> bool:
+        """False in a forked child, where the thread that carries the event loop does not exist."""
+        return self._pid == os.getpid()
+
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
-        if self._closed:
+        if self._closed or not self._is_ours:
             work.close()
-            raise EngineDeadError("this Engine was shut down")
+            gone = "was shut down" if self._is_ours else f"belongs to process {self._pid}; make one after the fork"
+            raise EngineDeadError(f"this Engine {gone}")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -220,7 +228,7 @@ async def _next(chunks: Any) -> Any:
 def _shutdown_if_alive(reference: weakref.ref[Engine]) -> None:
     """At the end of the program, when nothing can be awaited any more."""
     engine = reference()
-    if engine is not None and not engine._closed:
+    if engine is not None and not engine._closed and engine._is_ours:
         engine._closed = True
         engine._core.expect_exit()
         engine._core.stop(0.0)

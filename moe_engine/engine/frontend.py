@@ -167,7 +167,7 @@ class Frontend:
                     generation.feed(delta)
                     if gate is not None and (generation.output_ids or generation.finish):
                         gate.open.set()
-                    if self.observer is not None and len(generation.output_ids) > before:
+                    if generation.observed and self.observer is not None and len(generation.output_ids) > before:
                         self._observe(generation, len(generation.output_ids) - before, last)
                     _raise_if_refused(generation)
                     if (piece := generation.take_piece()) is not None:
@@ -185,13 +185,13 @@ class Frontend:
         if generation.rid in self._live:
             raise duplicate_rid(generation.rid)
         self._live[generation.rid] = generation
-        if self.observer is not None:
+        if generation.observed and self.observer is not None:
             self.observer.received(generation)
 
     def _leave(self, generation: Generation) -> None:
         del self._live[generation.rid]
         generation.finished_at = generation.finished_at or time.monotonic()
-        if self.observer is not None:
+        if generation.observed and self.observer is not None:
             self.observer.finished(generation)
 
     def _observe(self, generation: Generation, count: int, last: float | None) -> None:

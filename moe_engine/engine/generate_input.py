@@ -38,6 +38,8 @@ class GenerateInput:
     stream: bool = False
     priority: int | None = None
     extra_key: Any = None
+    log_metrics: bool = True
+    """Whether the observer (metrics, request log) hears of it."""
 
     # for the callers inside this package
     add_special_tokens: bool = True
@@ -48,6 +50,8 @@ class GenerateInput:
     sampling_field: str = "sampling_params"
     max_tokens_field: str = "sampling_params.max_new_tokens"
     """How the client calls these, for messages."""
+    max_tokens_asked: bool = True
+    """With `SamplingParams`: whether their `max_new_tokens` is the client's own or a default, which may be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Prompt:
     rid_is_ours: bool
     logprobs: LogprobOptions | None
     extra_key: str | None
+    length_asked: bool = True
+    """The client itself chose `max_new_tokens`; a default is cut where there is less room."""
     max_new_tokens: int = field(default=0)
     """Resolved against the context length."""
 
@@ -106,9 +112,15 @@ def split_prompts(inp: GenerateInput, preferred: Mapping[str, Any] | None = None
                 rid_is_ours=not rids,
                 logprobs=_logprobs(inp, i, count, is_batch),
                 extra_key=extra_key,
+                length_asked=_length_asked(inp, i),
             )
         )
     return prompts, is_batch
+
+
+def _length_asked(inp: GenerateInput, index: int) -> bool:
+    values = inp.sampling_params[index] if isinstance(inp.sampling_params, list) else inp.sampling_params
+    return inp.max_tokens_asked if isinstance(values, SamplingParams) else "max_new_tokens" in (values or {})
 
 
 def _prompts(inp: GenerateInput) -> tuple[list[str] | None, list[list[int]], bool]:

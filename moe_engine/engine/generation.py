@@ -32,6 +32,7 @@ class Generation:
         prompt_index: which prompt of the request it continues.
         live: text is wanted while tokens come (a stream, or stop strings); otherwise it is made once, at the end.
         interval: tokens between two pieces of a stream.
+        observed: metrics and request log hear of it.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Generation:
         interval: int = 1,
         prompt_text: str | None = None,
         no_output: bool = False,
+        observed: bool = True,
     ) -> None:
         self.request = request
         self.rid = request.rid
@@ -57,6 +59,7 @@ class Generation:
         self.index = index
         self.prompt_index = prompt_index
         self.options = logprobs
+        self.observed = observed
         self.tokenizer = tokenizer
         self.text = ""
         self.output_ids: list[int] = []

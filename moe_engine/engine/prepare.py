@@ -119,7 +119,8 @@ class Preparer:
             )
 
     def _fit(self, prompt: Prompt, where: str) -> None:
-        """Settles `max_new_tokens`, cutting prompt and answer with --allow-auto-truncate, refusing them without."""
+        """Settles `max_new_tokens`: a default is cut to the room there is; what the client asked for is refused if it
+        does not fit, or with --allow-auto-truncate cut too, as is the prompt."""
         info = self._info
         truncate = self._settings.allow_auto_truncate
         room = min(info.context_len, info.max_total_num_tokens // info.page_size * info.page_size)
@@ -134,9 +135,9 @@ class Preparer:
                 f"Input length ({count} tokens) exceeds the maximum allowed length ({longest} tokens). "
                 "Use a shorter input or enable --allow-auto-truncate."
             )
-        prompt.max_new_tokens = min(wanted, room - count) if wanted is not None and truncate else wanted or 0
-        if wanted is None:
-            prompt.max_new_tokens = room - count
+        prompt.max_new_tokens = room - count if wanted is None else wanted
+        if truncate or not prompt.length_asked:
+            prompt.max_new_tokens = min(prompt.max_new_tokens, room - count)
         if count + prompt.max_new_tokens > info.context_len:
             raise InputError(
                 f"Requested token count exceeds the model's maximum context length of {info.context_len} tokens. You "
@@ -183,6 +184,7 @@ class Preparer:
             interval=sampling.stream_interval or self._settings.stream_interval,
             prompt_text=prompt.text,
             no_output=prompt.max_new_tokens == 0,
+            observed=inp.log_metrics,
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 _FIELDS = (
     "ready",
+    "last_turn",
     "step",
     "step_end",
     "busy_since",
@@ -34,11 +35,16 @@ _SIZE = 8 * len(_FIELDS)
 
 @dataclass(frozen=True)
 class Status:
-    """A reading of the board. `step_age`: seconds since the last step ended while there is work, else 0."""
+    """A reading of the board. Ages in seconds.
+
+    `step_age`: since the last step ended while there is work, else 0. `silence`: since the core's loop last turned,
+    which it does after every step and, with nothing to do, several times a second.
+    """
 
     ready: bool
     step: int
     step_age: float
+    silence: float
     oldest_queued_age: float
     num_running: int
     num_waiting: int
@@ -73,11 +79,12 @@ class StatusBoard:
         values = dict(zip(_FIELDS, struct.unpack_from(f"={len(_FIELDS)}d", self._map, 0)))
         now = time.monotonic()
         busy_since, step_end = values["busy_since"], values["step_end"]
-        queued = values["oldest_queued"]
+        queued, last_turn = values["oldest_queued"], values["last_turn"]
         return Status(
             ready=bool(values["ready"]),
             step=int(values["step"]),
             step_age=max(0.0, now - max(busy_since, step_end)) if busy_since else 0.0,
+            silence=max(0.0, now - last_turn) if last_turn else 0.0,
             oldest_queued_age=max(0.0, now - queued) if queued else 0.0,
             num_running=int(values["num_running"]),
             num_waiting=int(values["num_waiting"]),

@@ -17,6 +17,11 @@ def take_tokens(request: Request, tokens: list[int], vocab_size: int | None) -> 
     for token in tokens:
         if token < 0 or (vocab_size is not None and token >= vocab_size):
             message = f"the model produced token id {token}, outside the vocabulary [0, {vocab_size})"
+            if token < 0:
+                message = (
+                    "the model's logits are not finite numbers (NaN), so no token can be chosen: weights of the "
+                    "checkpoint may be damaged, or --dtype too narrow; try --dtype bfloat16 or float32"
+                )
             return kept, FinishReason("abort", message=message, status_code=500)
         outputs.append(token)
         kept.append(token)

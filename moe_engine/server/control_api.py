@@ -47,6 +47,7 @@ class ControlApi:
             input_ids=[0],
             sampling_params={"max_new_tokens": 1, "temperature": 0.0},
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
+            log_metrics=False,
         )
         timeout = self._state.settings.health_timeout
         try:

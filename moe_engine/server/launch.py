@@ -24,6 +24,8 @@ from moe_engine.engine.start import engine_info, frontend_settings, open_tokeniz
 
 if TYPE_CHECKING:
     from moe_engine.engine.client import CoreClient
+    from moe_engine.engine.client_api import EngineInfo
+    from moe_engine.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("moe_engine")
 
@@ -52,10 +54,13 @@ def serve(args: EngineArgs) -> int:
             logger.info("%s", line)
         import uvloop
 
+        import moe_engine.server.app  # noqa: F401  # slow: while the core loads
         from moe_engine.server.serve import bind
 
         sock = bind(config.server.host, config.server.port)
-        return uvloop.run(_serve(config, core, sock, began))
+        tokenizer = open_tokenizer(config)
+        facts = core.wait_ready()  # in this thread: a signal interrupts it
+        return uvloop.run(_serve(config, core, engine_info(facts), tokenizer, sock, began))
     finally:
         core.expect_exit()
         core.stop(0.0)
@@ -63,18 +68,22 @@ def serve(args: EngineArgs) -> int:
             sock.close()
 
 
-async def _serve(config: ResolvedConfig, core: CoreProcess, sock: socket.socket, began: float) -> int:
+async def _serve(
+    config: ResolvedConfig,
+    core: CoreProcess,
+    info: EngineInfo,
+    tokenizer: Tokenizer | None,
+    sock: socket.socket,
+    began: float,
+) -> int:
     from moe_engine.engine.client import CoreClient
     from moe_engine.engine.frontend import Frontend
     from moe_engine.server.app import create_app
     from moe_engine.server.serve import serve as serve_http
     from moe_engine.server.stop import StopSwitch
 
-    tokenizer = open_tokenizer(config)
-    settings = server_settings(config)
-    facts = await asyncio.get_running_loop().run_in_executor(None, core.wait_ready)
-    client = CoreClient(core, engine_info(facts))
-    app = create_app(Frontend(client, tokenizer, frontend_settings(config)), client, settings)
+    client = CoreClient(core, info)
+    app = create_app(Frontend(client, tokenizer, frontend_settings(config)), client, server_settings(config))
     switch = StopSwitch()
     core.on_death(lambda cause: switch.stop_after(DEAD_ENGINE_GRACE_SECONDS), asyncio.get_running_loop())
 
@@ -100,22 +109,25 @@ async def _serve(config: ResolvedConfig, core: CoreProcess, sock: socket.socket,
 
 
 async def _watch(core: CoreProcess, client: CoreClient, timeout: float) -> None:
-    """Ends an engine whose step does not end: its requests get an error and a supervisor starts it anew."""
+    """Ends an engine that does not move: its requests get an error and a supervisor starts it anew.
+
+    Seen twice in a row: where this process was held up itself, the engine has a moment to show that it lives.
+    """
+    from moe_engine.server.state import stall
+
+    seen = None
     while not core.dead:
         await asyncio.sleep(min(1.0, timeout / 4))
-        health = client.health()
-        if health.last_step_age > timeout:
-            core.kill(
-                f"step {health.last_step + 1} did not end within {timeout:g} s (--watchdog-timeout) with "
-                f"{health.num_running} requests running"
-            )
+        before, seen = seen, stall(client.health(), timeout)
+        if before and seen:
+            core.kill(seen)
             return
 
 
 def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> None:
     """For a person at a terminal: that it is ready, and a line to copy."""
     shown = "localhost" if host in ("0.0.0.0", "127.0.0.1", "::") else host
-    key = "-H 'Authorization: Bearer $API_KEY' " if config.server.api_key else ""
+    key = '-H "Authorization: Bearer $API_KEY" ' if config.server.api_key else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
     print(f"READY in {seconds:.1f} s on port {port}. Try:", file=sys.stdout)
     print(f"  curl {shown}:{port}/v1/chat/completions -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)

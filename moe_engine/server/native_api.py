@@ -53,6 +53,7 @@ class NativeApi:
         inp = GenerateInput(**{name: body[name] for name in _FIELDS if body.get(name) is not None})
         inp.stream = boolean(body, "stream")
         inp.return_text_in_logprobs = boolean(body, "return_text_in_logprobs")
+        inp.log_metrics = body.get("log_metrics") is None or boolean(body, "log_metrics")
         job = await self._state.frontend.prepare(inp)
         if inp.stream:
             return EventStream(self._events(job), native_body)

@@ -57,6 +57,7 @@ class CompletionsApi:
             sampling_params=parse_openai_sampling(req, self._state.settings.sampling_defaults, max_tokens),
             sampling_field="",
             max_tokens_field="max_tokens",
+            max_tokens_asked=req.max_tokens is not None,
             rid=req.rid,
             stream=bool(req.stream),
             priority=req.priority,

@@ -48,9 +48,19 @@ def trouble(health: Health, watchdog_timeout: float) -> str | None:
         return health.dead or "a process of the engine is dead"
     if not health.ready:
         return "the engine is still starting"
+    return stall(health, watchdog_timeout)
+
+
+def stall(health: Health, watchdog_timeout: float) -> str | None:
+    """What has not moved for longer than --watchdog-timeout, or None."""
     if health.last_step_age > watchdog_timeout and (health.num_running or health.num_waiting):
         return (
-            f"stalled: step {health.last_step + 1} has not ended for {health.last_step_age:.1f} s (watchdog "
-            f"{watchdog_timeout:g} s) with {health.num_running} requests running and {health.num_waiting} waiting"
+            f"stalled: step {health.last_step + 1} has not ended for {health.last_step_age:.1f} s (--watchdog-timeout "
+            f"{watchdog_timeout:g}) with {health.num_running} requests running and {health.num_waiting} waiting"
+        )
+    if health.silence > watchdog_timeout:
+        return (
+            f"stalled: the engine core gave no sign of life for {health.silence:.1f} s (--watchdog-timeout "
+            f"{watchdog_timeout:g}); is its process stopped?"
         )
     return None

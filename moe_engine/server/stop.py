@@ -1,9 +1,13 @@
-"""A switch that ends the server from inside: the engine it serves is gone."""
+"""How a server ends: told from inside because its engine is gone, or by SIGTERM before there is anything to drain."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class StopSwitch:
@@ -22,3 +26,16 @@ class StopSwitch:
     def _fire(self) -> None:
         if self._stop is not None:
             self._stop()
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """SIGTERM ends the program well, with code 0 and through its `finally` clauses, until the server drains on it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -77,7 +77,11 @@ class TransformersBackend:
                 path, use_fast=use_fast, trust_remote_code=trust_remote_code, revision=revision
             )
         except Exception as exc:
-            raise ConfigError(f"--tokenizer-path {path}: transformers cannot load a tokenizer from it: {exc}") from exc
+            reason = " ".join(str(exc).split())
+            raise ConfigError(
+                f"--tokenizer-path {path}: transformers cannot make a tokenizer of what is there ({reason:.200}); "
+                "add the model's tokenizer.json, or serve token ids with --skip-tokenizer-init"
+            ) from exc
         self.special_ids = frozenset(self.hf.all_special_ids)
         self.vocab_size = len(self.hf)
 

@@ -32,9 +32,21 @@ def build_backends(device: Device, need: Need, asked: Mapping[str, str] | None =
         choices = choose(device, need, asked)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    _report_refusals(choices, asked)
     built = [_build(choice, device, need, asked) for choice in choices]
     ops, linear, experts, attention = (kernel for kernel, _ in built)
     return Backends(ops, linear, experts, attention, tuple(choice for _, choice in built))
+
+
+def _report_refusals(choices: tuple[Choice, ...], asked: Mapping[str, str]) -> None:
+    """One line for each reason why ``auto`` was left with the fallback."""
+    families: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.row.name == FALLBACK and asked.get(choice.family, "auto") == "auto":
+            for name, why in choice.refused.items():
+                families.setdefault(f"{name} {why}", []).append(choice.family)
+    for reason, found in families.items():
+        logger.warning("%s: %s kernels serve, because %s", ", ".join(found), FALLBACK, reason)
 
 
 def _build(choice: Choice, device: Device, need: Need, asked: dict[str, str]) -> tuple[Any, Choice]:

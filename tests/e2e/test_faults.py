@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -88,3 +89,38 @@ def test_port_in_use_is_named(checkpoint: Path, tmp_path: Path) -> None:
         second = ServerProcess(tmp_path, "--model-path", str(checkpoint), "--port", str(server.port))
         assert second.process.wait(30) == 2
         assert str(server.port) in second.log and "Traceback" not in second.log
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["idle", "with a request that never arrives"])
+def test_stopped_core_is_noticed_though_it_was_idle(checkpoint: Path, tmp_path: Path, asked: bool) -> None:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--watchdog-timeout", "1") as server:
+        core = server.core
+        core.suspend()
+        threads, answers = in_background(server, 1) if asked else ([], [])
+        with server.client() as client:
+            wait_for(lambda: client.get("/health").status_code == 503)
+            assert "no sign of life" in client.get("/health").text
+        assert server.process.wait(15) == 1
+        for thread in threads:
+            thread.join(10)
+        assert all(a.status_code == 503 and "no sign of life" in a.text for a in answers)  # type: ignore[attr-defined]
+        assert not core.is_running()
+
+
+def test_sigterm_while_starting(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = ServerProcess(tmp_path, "--model-path", str(checkpoint))
+    try:
+        wait_for(server.children)
+        assert server.terminate(10) == 0
+        assert "READY" not in server.log and "Traceback" not in server.log
+        assert not list(tmp_path.glob("moe-engine-*"))
+    finally:
+        server.__exit__()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -122,11 +122,14 @@ def test_answers_do_not_depend_on_what_else_runs(
     check_same(found, alone(engine, script), script)
 
 
-def test_tokens_with_both_forms_of_attention(tmp_path: Path) -> None:
-    """As launched by default: prompts in the expanded form, decodes absorbed. Rounding differs, tokens do not."""
+@pytest.mark.parametrize("row", ["auto", "torch"])
+def test_tokens_with_both_forms_of_attention(tmp_path: Path, row: str) -> None:
+    """As launched by default, or without a compiler: prompts expanded, decodes absorbed. Rounding differs, tokens do
+    not."""
     rng = random.Random(19)
     path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=19)
     flags = {"dtype": "float32", "max_total_tokens": 1024, "max_running_requests": 16}
+    flags |= dict.fromkeys(("attention_backend", "moe_runner_backend", "linear_backend", "ops_backend"), row)
     engine = InProcessEngine(path, tmp_path / "board", **flags)
     script = make_script(rng, 12, shared=True, spread=20)
     try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 
 import moe_engine
 from moe_engine import Engine
+from moe_engine.engine.engine import _shutdown_if_alive
 from moe_engine.errors import ConfigError, EngineDeadError, InputError
 from tests.models.checkpoints import make_checkpoint
 
@@ -148,3 +152,24 @@ def test_importing_the_package_is_light() -> None:
 
     code = "import sys, moe_engine; assert not {'torch', 'fastapi', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_neither_uses_nor_ends_the_engine(engine: Engine) -> None:
+    child = os.fork()
+    if not child:
+        refused = False
+        try:
+            engine.generate("hello", GREEDY)
+        except EngineDeadError as error:
+            refused = "belongs to process" in str(error)
+        engine.shutdown()
+        _shutdown_if_alive(weakref.ref(engine))  # what a child's sys.exit would call
+        os._exit(0 if refused else 1)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    assert ended == (child, 0)
+    assert len(engine.generate("hello", GREEDY)["output_ids"]) == 6  # type: ignore[call-overload]

@@ -170,10 +170,13 @@ def test_both_dialects_say_the_same(tmp_path: Path, kind: str) -> None:
 
 def test_ints_may_be_floats_and_eos_ids_are_joined(tmp_path: Path) -> None:
     fields = V3 | {"hidden_size": 7168.0, "rope_scaling": V3["rope_scaling"] | {"factor": 40.0, "beta_fast": 32.0}}
+    fields |= {"bos_token_id": 0.0, "eos_token_id": 1.0}
+    fields["quantization_config"] = V3["quantization_config"] | {"weight_block_size": [128.0, 64.0]}
     path = write(tmp_path, fields, {"eos_token_id": [1, 128805]})
     config = load_model_config(path)
     assert config.hidden_size == 7168 and isinstance(config.hidden_size, int)
-    assert config.eos_token_ids == (1, 128805)
+    assert config.eos_token_ids == (1, 128805) and config.bos_token_id == 0
+    assert config.quant is not None and config.quant.block == (128, 64)
 
 
 def test_overrides_are_merged(tmp_path: Path) -> None:
@@ -207,7 +210,13 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (V3 | {"quantization_config": {"quant_method": "awq"}}, ["quantization_config.quant_method", "awq"]),
     (V3 | {"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling.rope_type", "longrope", "yarn"]),
     (V3 | {"rope_scaling": [1]}, ["rope_scaling", "object"]),
-    (V3 | {"attention_bias": True}, ["attention_bias"]),
+    (V3 | {"rope_theta": 0}, ["rope_theta", "more than 0"]),
+    (V3 | {"rope_scaling": {"type": "yarn", "factor": -4}}, ["rope_scaling.factor", "more than 0"]),
+    (V3 | {"hidden_size": float("inf")}, ["hidden_size", "inf"]),
+    (
+        LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+        ["rope_scaling.high_freq_factor", "more than 4"],
+    ),
     (V3 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
     (LLAMA | {"num_key_value_heads": 5}, ["num_key_value_heads", "5", "32"]),
     (LLAMA | {"hidden_size": 4097}, ["hidden_size", "4097", "32"]),

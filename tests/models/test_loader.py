@@ -120,6 +120,14 @@ def test_mtp_and_rotary_tensors_are_passed_over(tmp_path: Path) -> None:
     assert torch.equal(plain.step(chunk)[0], with_mtp.step(chunk)[0])
 
 
+def test_more_layers_than_config_says(tmp_path: Path) -> None:
+    """A layer that config.json does not count is not taken for an MTP layer: the answers would be another model's."""
+    path = make_checkpoint("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (path / "config.json").write_text(json.dumps(config))
+    fails(path, "model.layers.2.", "belong to no layer", "config.json")
+
+
 def test_tied_head_in_the_file_is_passed_over(tmp_path: Path) -> None:
     path = make_checkpoint("qwen2", tmp_path)
     edited(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))

@@ -110,6 +110,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0}),
     ("deepseek_v3", {"qk_rope_head_dim": 64}),
     ("deepseek_v3", {"tie_word_embeddings": True}),
+    ("deepseek_v3", {"attention_bias": True}),
+    ("deepseek_v2_lite", {"attention_bias": True}),
+    ("deepseek_v3", {"n_shared_experts": 0}),
     ("deepseek_v2", {"norm_topk_prob": False, "topk_method": "greedy"}),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
@@ -126,6 +129,30 @@ def test_variants(oracle: MakeOracle, kind: str, overrides: dict[str, Any], row:
     want = oracle(kind, seed=5, **overrides)
     model = stepper.load(want.path, row)
     assert_close(torch.cat((whole(model, want.tokens[:70]), whole(model, want.tokens[70:], decode=True))), want.logits)
+
+
+MLA_SHAPES: list[dict[str, Any]] = [
+    {"num_attention_heads": 5, "kv_lora_rank": 24, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 20}
+    | {"hidden_size": 100, "vocab_size": 317, "moe_intermediate_size": 40, "n_group": 1, "topk_group": 1}
+    | {"num_experts_per_tok": 8, "n_shared_experts": 3, "q_lora_rank": 88},
+    {"num_attention_heads": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 24, "v_head_dim": 128}
+    | {"hidden_size": 60, "vocab_size": 333, "moe_intermediate_size": 24, "n_routed_experts": 12, "n_group": 6}
+    | {"topk_group": 5, "num_experts_per_tok": 1, "q_lora_rank": None, "first_k_dense_replace": 0},
+    {"num_attention_heads": 1, "kv_lora_rank": 40, "qk_rope_head_dim": 4, "qk_nope_head_dim": 128, "v_head_dim": 8}
+    | {"hidden_size": 136, "intermediate_size": 72, "first_k_dense_replace": 3, "q_lora_rank": 12},
+]
+
+
+@every_row
+@pytest.mark.parametrize("shape", MLA_SHAPES, ids=["wide", "latent512", "dense"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
+def test_unusual_shapes(oracle: MakeOracle, kind: str, shape: dict[str, Any], row: str) -> None:
+    """Odd head counts and widths that no vector, tile or block divides."""
+    want = oracle(kind, seed=11, num_key_value_heads=shape["num_attention_heads"], **shape)
+    model = stepper.load(want.path, row, page_size=16, seed=4)
+    got = [whole(model, want.tokens[:31]), whole(model, want.tokens[31:80])]
+    got += [whole(model, [token], decode=True) for token in want.tokens[80:]]
+    assert_close(torch.cat(got), want.logits)
 
 
 FP8_DIMS = {

@@ -67,6 +67,16 @@ def test_own_parser(tmp_path: Path) -> None:
     assert load_model_config(path) == (320, 257)
 
 
+def test_broken_entry_point_is_reported_and_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    point = EntryPoint("theirs", "nowhere.at_all:setup", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "_entry_points_loaded", False)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    assert load_model_config(make_checkpoint("llama", tmp_path)).architecture == "LlamaForCausalLM"
+    assert "theirs" in caplog.text and "nowhere" in caplog.text
+
+
 def test_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = outside_module(monkeypatch)
     point = EntryPoint("OutsideForCausalLM", "outside_model:OutsideModel", registry.ENTRY_POINT_GROUP)

@@ -99,7 +99,8 @@ def test_an_impossible_token_aborts_its_request_only() -> None:
     bad, good = s.update(StepResult(made.number, made.rows, [[50], [49]]))
     assert bad.finish_reason is not None and bad.finish_reason.status_code == 500 and bad.token_ids == []
     assert good.finish_reason is None
-    answer(s, plan(s), -1)
+    (nan,) = answer(s, plan(s), -1)
+    assert nan.finish_reason is not None and "NaN" in (nan.finish_reason.message or "")
     assert s.is_idle()
 
 

@@ -26,6 +26,7 @@ def test_health_tells_the_truth(path):
         (replace(good, ready=False), "still starting"),
         (replace(good, last_step_age=400.0, num_running=1), "step 8 has not ended for 400.0 s"),
         (replace(good, last_step_age=400.0, num_waiting=2), "stalled"),
+        (replace(good, silence=400.0), "no sign of life for 400.0 s"),  # stopped while idle
     ):
         client.board = board
         response = get(client, path)
@@ -113,6 +114,18 @@ def test_metrics():
     assert values["sglang:cache_hit_rate"] == 0.25
     assert values["sglang:num_aborted_requests_total"] == 0
     assert not any(name.endswith("_created") for name in values)
+
+
+def test_probes_and_unlogged_requests_do_not_count():
+    async def session(http):
+        await http.get("/health_generate")
+        await http.post("/generate", json={"text": "x", "log_metrics": False})
+        await http.post("/generate", json={"text": "x", "log_metrics": True})
+        return (await http.get("/metrics")).text
+
+    page = talk(FakeClient(), session, enable_metrics=True)
+    assert [line.split()[-1] for line in page.splitlines() if line.startswith("sglang:num_requests_total")] == ["1.0"]
+    assert post(FakeClient(), "/generate", {"text": "x", "log_metrics": 1}).status_code == 400
 
 
 def test_metrics_off():

@@ -236,3 +236,15 @@ def test_preferred_sampling_params():
     generate(client, settings, text="x", sampling_params={"temperature": 0.1})
     assert client.requests[0].max_new_tokens == 3
     assert client.requests[0].sampling["temperature"] == 0.1
+
+
+def test_a_default_length_is_cut_where_an_asked_one_is_refused():
+    client = FakeClient(context_len=50, max_total_num_tokens=100, max_req_input_len=45)
+    for sampling in (None, {"temperature": 0}):
+        generate(client, input_ids=[5] * 40, sampling_params=sampling)
+        assert client.requests[-1].max_new_tokens == 10
+    settings = FrontendSettings(preferred_sampling_params={"max_new_tokens": 30})
+    generate(client, settings, input_ids=[[5] * 40, [5] * 10])
+    assert [request.max_new_tokens for request in client.requests[-2:]] == [10, 30]
+    with pytest.raises(InputError, match="maximum context length of 50 tokens"):
+        generate(client, settings, input_ids=[5] * 40, sampling_params={"max_new_tokens": 30})

@@ -103,6 +103,13 @@ def test_window_shows_what_never_becomes_whole():
     assert len(detokenizer._window) <= 17
 
 
+def test_a_folder_without_tokenizer_says_what_to_add(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    with pytest.raises(ConfigError, match=r"^--tokenizer-path .* add the model's tokenizer\.json") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_missing_or_broken_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
 from moe_engine.models.batch import ForwardBatch
@@ -151,8 +153,6 @@ class Plain:
 
 
 def _use(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_engine.kernels import tables
-
     rows = [
         Row("torch", f"{__name__}:Plain", 0, lambda device, need: None),
         Row("cpu", f"{__name__}:Broken", 10, lambda device, need: None),
@@ -169,6 +169,17 @@ def test_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_family["linear"].row.name == "torch"
     assert "undefined symbol" in by_family["linear"].refused["cpu"]
     assert by_family["ops"].reason == "asked for"
+
+
+def test_refused_rows_are_logged_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine without a compiler serves with torch rows, and says so once."""
+    _use(monkeypatch)
+    tables.OPS[1] = dataclasses.replace(tables.OPS[1], why_not=lambda device, need: "needs a compiler")  # all share it
+    kernel_choice.build_backends(Device("cpu", "test"), Need("float32"), {"ops": "torch"})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "linear, experts, attention: torch kernels serve, because cpu needs a compiler"
 
 
 @pytest.mark.parametrize("asked", [{"experts": "cpu"}, {"experts": "nonsense"}])
