@@ -72,16 +72,9 @@ class PrefillBudget:
         self._config = config
         self._memory = memory
         clip = config.clip_max_new_tokens
-        shared = certain = 0
-        for request in running:
-            growth = request.max_new_tokens - len(request.output_ids) - request.num_in_flight
-            if growth > clip:
-                growth = clip
-            if request.end_ids:
-                shared += growth
-            else:
-                certain += growth  # nothing but its length ends it
-        self._reserved = shared * ratio + certain
+        # Also of requests that only their length ends (ignore_eos): others end and free what these will need, and where
+        # that fails a retraction resumes from the prefix cache.
+        self._reserved = ratio * sum(expected_growth(request, clip) for request in running)
         self.rem_input = config.max_prefill_tokens - num_mixed
         chunk = config.chunked_prefill_size
         self.rem_chunk = chunk - num_mixed if chunk > 0 else _UNLIMITED
