@@ -198,7 +198,7 @@ class EngineCore:
 
     def _publish(self, events: list[RequestEvent]) -> None:
         if events:
-            self._send_deltas([_delta(event) for event in events])
+            self._send_deltas(_deltas(events))
 
     def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
         self._port.send(messages.StepOutput(deltas=deltas))
@@ -230,6 +230,18 @@ class EngineCore:
             new_token_ratio=stats.new_token_ratio,
             oldest_queued=now - stats.oldest_wait_seconds if stats.num_waiting else 0.0,
         )
+
+
+def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
+    """One for each event. Most only bring a token: those take the short way, there are hundreds in a step."""
+    plain = messages.RequestDelta
+    return [
+        plain(rid, tokens, None, None, None, cached, retractions)
+        if finish is None and logprobs is None and prompt_logprobs is None
+        else _delta(event)
+        for event in events
+        for rid, tokens, finish, _, _, cached, retractions, logprobs, prompt_logprobs, _ in (event,)
+    ]
 
 
 def _delta(event: RequestEvent) -> messages.RequestDelta:
