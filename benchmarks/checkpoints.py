@@ -3,7 +3,9 @@
 Writes (once; later calls find it) config.json, a byte-level tokenizer and bf16 safetensors with the hub's tensor names,
 one expert a tensor, one shard a layer, so that memory holds one layer at a time. The default ``moe-390m`` has the V3
 architecture (90 M of its 390 M parameters work on a token); ``dense-101m`` is Llama's; ``moe-tiny`` and ``dense-tiny``
-are for smoke tests. Any field of config.json can be changed: ``--set num_hidden_layers=3``.
+are for smoke tests. Any field of config.json can be changed: ``--set num_hidden_layers=3``. With ``--set
+num_nextn_predict_layers=1`` a V3 shape gets an MTP layer, whose drafts nearly never agree with the model
+(`agreeing_checkpoint` writes one whose do).
 
 The weights are random but not careless: every linear keeps the size of what passes through it, norm weights differ from
 1 and the router's bias from 0, the logits are spread enough that greedy decoding wanders instead of repeating itself,
@@ -21,7 +23,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_engine.tokenizer.byte_alphabet import byte_alphabet
+
+LOGIT_SPREAD = 3.0
+"""Standard deviation of the logits: the best token stands out, and which one it is depends on the context."""
+MakeShards = Callable[[dict[str, Any], int], Iterable[dict[str, Tensor]]]
 SPECIAL_TOKENS = (
     "<｜begin▁of▁sentence｜>",
     "<｜end▁of▁sentence｜>",
@@ -133,9 +140,15 @@ def ensure_checkpoint(
         KeyError: unknown shape.
         ValueError: `directory` holds a checkpoint of another shape.
     """
-    config = SHAPES[shape] | overrides
+    return write_once(shape, SHAPES[shape] | overrides, directory, seed, random_shards)
+
+
+def write_once(
+    name: str, config: dict[str, Any], directory: str | Path | None, seed: int, make_shards: MakeShards
+) -> Path:
+    """The directory of the checkpoint that `make_shards(config, seed)` gives, with its tokenizer; see above."""
     mark = hashlib.sha256(json.dumps([config, seed, _WEIGHTS_VERSION], sort_keys=True).encode()).hexdigest()[:10]
-    path = Path(directory) if directory else cache_root() / f"{shape}-{mark}"
+    path = Path(directory) if directory else cache_root() / f"{name}-{mark}"
     if path.exists():
         if json.loads((path / "config.json").read_text()) != config:
             raise ValueError(f"{path} holds another checkpoint; choose another --directory or remove it")
@@ -146,7 +159,7 @@ def ensure_checkpoint(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thousands of small copies: waking threads would cost more than it saves
     try:
-        write_weights(partial, config, seed)
+        write_weights(partial, make_shards(config, seed), num_shards(config))
     finally:
         torch.set_num_threads(threads)
     write_tokenizer(partial, config["vocab_size"], config["max_position_embeddings"])
@@ -194,13 +207,12 @@ class _Random:
         return (1 + self.normal(size, scale=0.2)).clamp(0.3, 1.7)
 
 
-def write_weights(path: Path, config: dict[str, Any], seed: int) -> None:
-    """One safetensors shard for the embeddings, one a layer, one for the head; and the index."""
-    num_shards = config["num_hidden_layers"] + 2
+def write_weights(path: Path, shards: Iterable[dict[str, Tensor]], count: int) -> None:
+    """The `count` shards, and the index."""
     weight_map: dict[str, str] = {}
     total = 0
-    for number, tensors in enumerate(_shards(config, seed), 1):
-        file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+    for number, tensors in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{count:05d}.safetensors"
         save_file(tensors, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -208,24 +220,36 @@ def write_weights(path: Path, config: dict[str, Any], seed: int) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _shards(config: dict[str, Any], seed: int) -> Iterator[dict[str, Tensor]]:
+def num_shards(config: dict[str, Any]) -> int:
+    return config["num_hidden_layers"] + 2 + config.get("num_nextn_predict_layers", 0)
+
+
+def random_shards(config: dict[str, Any], seed: int) -> Iterator[dict[str, Tensor]]:
+    """The embedding, a shard a layer, norm and head, a shard an MTP layer."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     draw = _Random(seed, vocab * hidden)
-    yield {"model.embed_tokens.weight": draw.normal(vocab, hidden)}
-    is_mla = "kv_lora_rank" in config
-    for layer in range(config["num_hidden_layers"]):
+    embedding = draw.normal(vocab, hidden)
+    yield {"model.embed_tokens.weight": embedding}
+    layers = config["num_hidden_layers"]
+    for layer in range(layers):
+        yield _layer(draw, layer, config)
+    norm, head = draw.norm(hidden), draw.linear(vocab, hidden, gain=LOGIT_SPREAD)
+    yield {"model.norm.weight": norm, "lm_head.weight": head}
+    for layer in range(layers, layers + config.get("num_nextn_predict_layers", 0)):
         prefix = f"model.layers.{layer}."
-        tensors = {
-            f"{prefix}{name}.weight": draw.norm(hidden) for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        tensors |= (_mla if is_mla else _gqa)(draw, prefix + "self_attn.", config)
-        if is_mla and layer >= config["first_k_dense_replace"]:
-            tensors |= _moe(draw, prefix + "mlp.", config)
-        else:
-            tensors |= _mlp(draw, prefix + "mlp.", hidden, config["intermediate_size"])
-        yield tensors
-    # Logits with a standard deviation of 3: the best token stands out, and which one it is depends on the context.
-    yield {"model.norm.weight": draw.norm(hidden), "lm_head.weight": draw.linear(vocab, hidden, gain=3.0)}
+        tensors = {f"{prefix}{name}.weight": draw.norm(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+        tensors[f"{prefix}eh_proj.weight"] = draw.linear(hidden, 2 * hidden)
+        copies = {f"{prefix}embed_tokens.weight": embedding, f"{prefix}shared_head.head.weight": head}
+        yield tensors | _layer(draw, layer, config) | copies
+
+
+def _layer(draw: _Random, layer: int, config: dict[str, Any]) -> dict[str, Tensor]:
+    prefix, hidden, is_mla = f"model.layers.{layer}.", config["hidden_size"], "kv_lora_rank" in config
+    tensors = {f"{prefix}{name}.weight": draw.norm(hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+    tensors |= (_mla if is_mla else _gqa)(draw, prefix + "self_attn.", config)
+    if is_mla and layer >= config["first_k_dense_replace"]:
+        return tensors | _moe(draw, prefix + "mlp.", config)
+    return tensors | _mlp(draw, prefix + "mlp.", hidden, config["intermediate_size"])
 
 
 def _mla(draw: _Random, prefix: str, config: dict[str, Any]) -> dict[str, Tensor]:
@@ -284,7 +308,7 @@ def write_tokenizer(path: Path, vocab_size: int, context_len: int) -> None:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = sorted(byte_alphabet())
     symbols = [*SPECIAL_TOKENS, *alphabet]
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     pairs = [(a, b) for a, b in itertools.product(letters, repeat=2)]

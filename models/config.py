@@ -6,6 +6,7 @@ Q q_lora_rank, E experts, K experts per token, I expert width, L layers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +139,8 @@ class ModelConfig:
     mlp_bias: bool = False
     num_nextn_predict_layers: int = 0
     sliding_window: int | None = None
+    file_layers: int | None = None
+    """Layers by config.json itself, where an override (--json-model-override-args) asks for others."""
     raw: Mapping[str, Any] | None = None
 
     @property
@@ -151,6 +154,11 @@ class ModelConfig:
         return self.max_position_embeddings
 
     @property
+    def stored_layers(self) -> int:
+        """Layers that the checkpoint holds, those of MTP aside."""
+        return self.num_layers if self.file_layers is None else self.file_layers
+
+    @property
     def is_moe(self) -> bool:
         return any(self.moe_layers)
 
@@ -158,9 +166,10 @@ class ModelConfig:
         """Cached elements of one token in ONE layer: C + R for MLA, 2 * G * Dh for GQA."""
         return self.attention.cache_width
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Cached bytes of one token in all layers."""
-        return self.num_layers * self.num_kv_elements_per_token() * dtype_bytes
+    def kv_bytes_per_token(self, dtype_bytes: int, include_mtp: bool = False) -> int:
+        """Cached bytes of one token in all layers, those of MTP too when asked."""
+        layers = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
+        return layers * self.num_kv_elements_per_token() * dtype_bytes
 
     def num_parameters(self, include_mtp: bool = False) -> int:
         """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""
@@ -200,21 +209,23 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         ConfigError: no such file, not JSON, an unsupported architecture, a missing, mistyped or contradictory field.
     """
     from moe_engine.models import registry
-    from moe_engine.models.config_fields import Fields, merge, read_json, text_fields
+    from moe_engine.models.config_fields import Fields, is_whole, merge, read_json, text_fields
 
     path = Path(path)
     file = path if path.suffix == ".json" else path / "config.json"
-    raw = read_json(file)
-    if overrides:
-        raw = merge(raw, overrides)
-    raw = text_fields(raw)
+    original = read_json(file)
+    raw = text_fields(merge(original, overrides or {}))
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{file}: architectures must be a list of names, found {names!r}")
     architecture = registry.find(names, raw.get("model_type"), str(file))
     generation = file.parent / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
-    return architecture.parse(Fields({**raw, "architectures": [architecture.name]}, str(file)), defaults)
+    config = architecture.parse(Fields({**raw, "architectures": [architecture.name]}, str(file)), defaults)
+    stored = text_fields(original).get("num_hidden_layers")
+    if overrides and is_whole(stored) and stored != config.num_layers:
+        config = dataclasses.replace(config, file_layers=int(stored))
+    return config
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:

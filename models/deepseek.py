@@ -15,6 +15,7 @@ from moe_engine.models.layers.decoder import Decoder, FeedForward
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
+from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.sizes import MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -49,9 +50,14 @@ class DeepseekModel(Decoder):
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         config, prefix = self.config, f"model.layers.{layer_index}.mlp"
-        if config.moe_layers[layer_index]:
+        is_mtp = layer_index >= config.num_layers
+        is_moe = config.is_moe if is_mtp else config.moe_layers[layer_index]
+        if is_moe:
             return MoE(config, self.backends, reader, self._parallel, prefix)
         return MLP(self.backends, reader, prefix, config.hidden_size, config.intermediate_size)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self.layers[0].attention.pieces(batch)
+
+    def make_mtp(self, reader: WeightSource) -> MTPLayers:
+        return MTPLayers(self, reader)

@@ -13,13 +13,15 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 _OURS = ("moe_engine.models", "moe_engine.parallel")
 
 
-def held_bytes(model: Any) -> int:
+def held_bytes(model: Any, shared: Any = None) -> int:
     """Bytes of weights and tables reachable through the model's attributes, lists, tuples and dicts.
 
     Prepared weights count what their kernel says (`num_bytes`); a weight that is an already counted tensor (a head tied
-    to the embedding) counts nothing.
+    to the embedding) counts nothing, and neither does what can be reached from `shared`.
     """
-    return _walk(model, set(), (*_OURS, type(model).__module__))
+    modules, seen = (*_OURS, type(model).__module__), set[int]()
+    _walk(shared, seen, (*modules, type(shared).__module__))
+    return _walk(model, seen, modules)
 
 
 def _walk(value: Any, seen: set[int], modules: tuple[str, ...]) -> int:

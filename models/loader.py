@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_engine.errors import NotAvailableYet
+from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig, activation_dtype
-from moe_engine.models.weights import open_source
+from moe_engine.models.mtp import HasMTPLayers, MTPLayers
+from moe_engine.models.tensors import names_outside_model, names_outside_mtp
+from moe_engine.models.weights import WeightSource, open_source
 from moe_engine.parallel.context import SINGLE, ParallelContext
 
-_LAYERS = "model.layers."
+Ignore = Callable[[Collection[str]], set[str]]
 
 
 def load_model(
@@ -44,42 +47,58 @@ def load_model(
     """
     if parallel.attn_tp_size > 1 or parallel.ep_size > 1:
         raise NotAvailableYet("--tp-size and --ep-size above 1 are not available yet; use data parallelism or one rank")
-    device = torch.device(device)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, activation_dtype(config, dtype, device.type))
-    block = config.quant.block if config.quant is not None else (128, 128)
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    if load_format == "dummy":
-        options["seed"] = seed
-    else:
-        options |= {"block": block, "ignore": ignored_names(config), "progress": progress}
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
     with torch.no_grad():
-        reader = open_source(load_format, path, **options)
+        reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_model, config))
         model: Model = target(config, reader, backends, parallel, **model_options)
         reader.finish()
     return model
 
 
-def ignored_names(config: ModelConfig, include_mtp: bool = False) -> Callable[[Collection[str]], set[str]]:
-    """Which of a checkpoint's tensors no layer needs to ask for.
+def load_mtp(
+    path: str | Path,
+    config: ModelConfig,
+    model: Model,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    load_format: str = "auto",
+    progress: bool = False,
+    seed: int = 0,
+) -> MTPLayers:
+    """The MTP layers that belong to a loaded `model`, on its kernels, embedding and head. Arguments as `load_model`'s.
 
-    Rotary frequencies; a head that is tied to the embedding; multi-token-prediction layers unless `include_mtp`. Those
-    have an index >= num_hidden_layers and an eh_proj; a layer without one is missing from config.json's count.
+    Raises:
+        CheckpointError: naming file and tensor. ConfigError: config.json counts none, or the family has none.
     """
+    if not config.num_nextn_predict_layers or not isinstance(model, HasMTPLayers):
+        raise ConfigError(
+            f"{config.source}: {config.architecture} with num_nextn_predict_layers {config.num_nextn_predict_layers} "
+            "has no MTP layers to draft with; use a checkpoint that has them, or another --speculative-algorithm"
+        )
+    with torch.no_grad():
+        reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_mtp, config))
+        layers = model.make_mtp(reader)
+        reader.finish()
+    return layers
 
-    def index(name: str) -> int:
-        part = name.removeprefix(_LAYERS).partition(".")[0]
-        return int(part) if name.startswith(_LAYERS) and part.isdigit() else -1
 
-    def ignore(names: Collection[str]) -> set[str]:
-        mtp = {index(name) for name in names if name.endswith(".eh_proj.weight") and index(name) >= config.num_layers}
-        return {
-            name
-            for name in names
-            if name.endswith("rotary_emb.inv_freq")
-            or (config.tie_word_embeddings and name.startswith("lm_head."))
-            or (not include_mtp and index(name) in mtp)
-        }
-
-    return ignore
+def _open(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    load_format: str,
+    progress: bool,
+    seed: int,
+    ignore: Ignore,
+) -> WeightSource:
+    device = torch.device(device)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, activation_dtype(config, dtype, device.type))
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    if load_format == "dummy":
+        options["seed"] = seed
+    else:
+        block = config.quant.block if config.quant is not None else (128, 128)
+        options |= {"block": block, "ignore": ignore, "progress": progress}
+    return open_source(load_format, path, **options)

@@ -110,6 +110,11 @@ def supported() -> list[str]:
     return sorted(_architectures)
 
 
+def is_built_in(architecture: str) -> bool:
+    """Whether our own class and parser serve this architecture, under the tensor names of `tensors.model_tensors`."""
+    return architecture in _BUILT_IN and _architectures[architecture] == _BUILT_IN[architecture]
+
+
 def find(names: list[str], model_type: str | None = None, source: str = "config.json") -> Architecture:
     """The first of config.json's `architectures` that is known; without any, the one of its `model_type`.
 

@@ -1,15 +1,16 @@
 """Parameter counts and byte sums of a model, for the memory ledger. Imports no torch.
 
-Legend: D hidden, H heads, N qk_nope, R rotary, V v_head, C kv_lora_rank, Q q_lora_rank, I widths, E experts.
+Parameters are those of `tensors`' table.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_engine.models.tensors import EMBEDDING, Kind, model_tensors
+
 if TYPE_CHECKING:
-    from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+    from moe_engine.models.config import MLAConfig, ModelConfig
 
 MAX_EXPANDED_TOKENS = 16384
 """Context tokens whose keys and values the MLA layer expands at once (its constructor's default)."""
@@ -18,82 +19,30 @@ MAX_ABSORBED_TOKENS = 1024
 """Query tokens of one piece when a long context is read in the absorbed form instead."""
 
 
-@dataclass(frozen=True)
-class LayerCount:
-    """Elements of a layer: those in the activation dtype, those in float32, and MLA's second copy of kv_b."""
-
-    plain: int
-    wide: int
-    second_copy: int = 0
-
-
-def attention_count(config: ModelConfig) -> LayerCount:
-    """Projections, biases and inner norms of one attention layer."""
-    attention, hidden = config.attention, config.hidden_size
-    if attention.kind == "mla":
-        return _mla_count(attention, hidden)  # type: ignore[arg-type]
-    return _gqa_count(attention, hidden)  # type: ignore[arg-type]
-
-
-def _mla_count(a: MLAConfig, hidden: int) -> LayerCount:
-    query = a.num_heads * a.qk_head_dim
-    kv_b = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank
-    plain = hidden * a.cache_width + kv_b + a.num_heads * a.v_head_dim * hidden
-    plain += ((a.q_lora_rank or 0) + a.cache_width + hidden) * a.bias
-    if a.q_lora_rank is None:
-        return LayerCount(plain + hidden * query, a.kv_lora_rank, kv_b)
-    plain += hidden * a.q_lora_rank + a.q_lora_rank * query
-    return LayerCount(plain, a.kv_lora_rank + a.q_lora_rank, kv_b)
-
-
-def _gqa_count(a: GQAConfig, hidden: int) -> LayerCount:
-    query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    biases = (query + 2 * key) * a.qkv_bias + hidden * a.o_bias
-    return LayerCount(hidden * (2 * query + 2 * key) + biases, 2 * a.head_dim * a.qk_norm)
-
-
-def mlp_count(config: ModelConfig, is_moe: bool, experts: int | None = None) -> LayerCount:
-    """The feed-forward part of a layer; `experts` counts only so many of the routed experts."""
-    hidden, moe = config.hidden_size, config.moe
-    if not is_moe or moe is None:
-        biases = (2 * config.intermediate_size + hidden) * config.mlp_bias
-        return LayerCount(3 * hidden * config.intermediate_size + biases, 0)
-    routed = moe.num_experts if experts is None else experts
-    return LayerCount(
-        3 * hidden * (moe.width * routed + moe.shared_width), moe.num_experts * hidden + moe.num_experts * moe.has_bias
-    )
-
-
-def _layers(config: ModelConfig, include_mtp: bool, experts: int | None = None) -> list[LayerCount]:
-    """Attention, feed-forward and norms of every layer, MTP's included when asked."""
-    hidden = config.hidden_size
-    counts: list[LayerCount] = []
-    extra = config.num_nextn_predict_layers if include_mtp else 0
-    for is_moe in (*config.moe_layers, *[config.is_moe] * extra):
-        counts += [attention_count(config), mlp_count(config, is_moe, experts), LayerCount(0, 2 * hidden)]
-    counts += [LayerCount(2 * hidden * hidden, 3 * hidden)] * extra  # eh_proj and three norms
-    return counts
-
-
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     """See `ModelConfig.num_parameters`."""
-    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return tables + config.hidden_size + sum(c.plain + c.wide for c in _layers(config, include_mtp))
+    return sum(spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
 
 
 def num_active_parameters(config: ModelConfig) -> int:
     """See `ModelConfig.num_active_parameters`."""
-    top_k = config.moe.top_k if config.moe is not None else None
-    tables = (config.vocab_size + 1) * config.hidden_size
-    return tables + sum(c.plain + c.wide for c in _layers(config, False, top_k))
+    top_k = config.moe.top_k if config.moe is not None else 1
+    return sum(
+        spec.num_elements * min(spec.copies, top_k)
+        for spec in model_tensors(config)
+        if config.tie_word_embeddings or spec.name != EMBEDDING
+    )
 
 
 def weight_bytes(config: ModelConfig, dtype_bytes: int, include_mtp: bool = False) -> int:
     """See `ModelConfig.weight_bytes`. Includes the rotary table (float32, one for all layers)."""
-    layers = _layers(config, include_mtp)
-    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    plain = tables + sum(c.plain + c.second_copy for c in layers)
-    wide = config.hidden_size + sum(c.wide for c in layers)
+    plain = wide = 0
+    for spec in model_tensors(config, include_mtp):
+        if spec.kind is Kind.WIDE:
+            wide += spec.num_elements
+        else:
+            held_twice = spec.name.endswith(".kv_b_proj.weight")
+            plain += spec.num_elements * spec.copies * (1 + held_twice)
     rotary = config.context_length * config.rope.width
     return plain * dtype_bytes + 4 * (wide + rotary)
 

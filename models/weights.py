@@ -6,10 +6,9 @@ each tensor. Block-FP8 weights come out dequantised. What nobody asked for is an
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,13 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.safetensors_file import Entry, SafetensorsFile
+from moe_engine.models.checkpoint_files import TensorHeader, read_checkpoint
+from moe_engine.models.safetensors_file import SafetensorsFile
+from moe_engine.models.tensors import FLOATS, FP8, SCALES, scale_of
 
-INDEX_FILE = "model.safetensors.index.json"
-SCALE_SUFFIXES = (".weight_scale_inv", ".scale")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
 _CHUNK_ELEMENTS = 1 << 22
 _ONE_THREAD_ELEMENTS = 1 << 22
 
@@ -121,7 +117,7 @@ class WeightReader:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        self._check(name, shape, _FLOATS)
+        self._check(name, shape, FLOATS)
         part = _cut(self._open(name), rows, cols)
         if out is None:
             out = torch.empty(part.shape, dtype=dtype or self.dtype, device=self.device)
@@ -139,10 +135,10 @@ class WeightReader:
         out: Tensor | None = None,
     ) -> Tensor:
         name = prefix + ".weight"
-        scale_name = next((prefix + suffix for suffix in SCALE_SUFFIXES if prefix + suffix in self._files), None)
+        scale_name = scale_of(name, self._files)
         if scale_name is None:
             return self.tensor(name, shape, rows=rows, cols=cols, out=out)
-        self._check(name, shape, (*_FP8, *_FLOATS))
+        self._check(name, shape, (*FP8, *FLOATS))
         part = _cut(self._open(name), rows, cols)
         if out is None:
             out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
@@ -165,16 +161,16 @@ class WeightReader:
     def _scale(self, name: str, shape: tuple[int, int]) -> Tensor:
         """The scale grid in float32. uint8 holds e8m0 bytes: value 2^(byte - 127)."""
         grid = (-(-shape[0] // self._block[0]), -(-shape[1] // self._block[1]))
-        self._check(name, grid, _SCALES)
+        self._check(name, grid, SCALES)
         raw = self._open(name)
         scale = (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).to(torch.float32, copy=True)
         self._done(name, raw.numel() * raw.element_size())
         return scale
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorHeader:
         return self._files[name].entries[name]
 
-    def _check(self, name: str, shape: tuple[int, ...], dtypes: Iterable[torch.dtype]) -> None:
+    def _check(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
         if name not in self._files:
             raise CheckpointError(
                 f"{self._directory}: tensor {name} of shape {list(shape)} is missing; "
@@ -187,11 +183,10 @@ class WeightReader:
                 "check that config.json is the one of these files"
             )
         if entry.dtype not in dtypes:
-            hint = " (block-FP8 needs a weight_scale_inv beside it)" if entry.dtype in _FP8 else ""
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            hint = " (block FP8 needs a weight_scale_inv beside it)" if entry.dtype in FP8 else ""
             raise CheckpointError(
-                f"{where}: tensor {name} has dtype {str(entry.dtype).removeprefix('torch.')}{hint}, expected one of "
-                f"{known}; use a bf16 or block-FP8 checkpoint"
+                f"{where}: tensor {name} has dtype {entry.dtype}{hint}, expected one of {', '.join(dtypes)}; "
+                "use a bf16 or block-FP8 checkpoint"
             )
 
     def _open(self, name: str) -> Tensor:
@@ -241,37 +236,14 @@ def _cut(tensor: Tensor, rows: slice | None, cols: slice | None) -> Tensor:
 
 def _open_files(directory: Path) -> dict[str, SafetensorsFile]:
     """Tensor name -> the file that holds it."""
-    index = directory / INDEX_FILE
-    if index.is_file():
-        return _open_indexed(directory, index)
-    single = directory / "model.safetensors"
-    paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-    if not paths:
+    files = read_checkpoint(directory)
+    if not files:
         raise CheckpointError(
             f"{directory}: holds no *.safetensors file; convert the checkpoint to safetensors, "
             "or use --load-format dummy"
         )
-    files: dict[str, SafetensorsFile] = {}
-    for path in paths:
-        file = SafetensorsFile(path)
-        files |= dict.fromkeys(file.entries, file)
-    return files
-
-
-def _open_indexed(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: broken index ({error!r}); download it again") from None
-    for name in names:
-        if not (directory / name).is_file():
-            raise CheckpointError(f"{index}: names the file {name}, which is not in {directory}; download it")
-    shards = {name: SafetensorsFile(directory / name) for name in names}
-    for tensor, name in weight_map.items():
-        if tensor not in shards[name].entries:
-            raise CheckpointError(f"{index}: says that {tensor} is in {name}, but that file does not hold it")
-    return {tensor: shards[name] for tensor, name in weight_map.items()}
+    opened = {file.path: SafetensorsFile(file) for file in {f.path: f for f in files.values()}.values()}
+    return {name: opened[file.path] for name, file in files.items()}
 
 
 def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> WeightSource:

@@ -57,20 +57,22 @@ class Decoder:
         self.rotary = make_rotary_table(config.rope, max_positions or config.context_length, reader.device)
         self.embedding = Embedding(config, reader)
         names = [f"model.layers.{i}" for i in range(config.num_layers)]
-        norms = [self._norm(reader, f"{name}.input_layernorm") for name in names]
-        norms.append(self._norm(reader, "model.norm"))
+        norms = [self.make_norm(reader, f"{name}.input_layernorm") for name in names]
+        norms.append(self.make_norm(reader, "model.norm"))
         self._first_norm = norms[0]
-        self.layers: list[DecoderLayer] = []
-        for i, name in enumerate(names):
-            attention = self.make_attention(i, reader, self.rotary)
-            post = self._norm(reader, f"{name}.post_attention_layernorm")
-            self.layers.append(DecoderLayer(attention, post, self.make_feed_forward(i, reader), norms[i + 1]))
+        self.layers = [self.make_layer(i, reader, norms[i + 1]) for i in range(config.num_layers)]
         self.head = Head(config, reader, backends.linear, self.embedding)
         self.weight_bytes = held_bytes(self)
         """What weights and tables take, as the kernels keep them."""
 
-    def _norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
+    def make_norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
         return RMSNorm(self.backends.ops, reader, prefix, self.config.hidden_size, self.config.norm_eps)
+
+    def make_layer(self, layer_index: int, reader: WeightSource, next_norm: RMSNorm) -> DecoderLayer:
+        """Loads ``model.layers.{layer_index}`` but for its input norm, which the layer before it applies."""
+        attention = self.make_attention(layer_index, reader, self.rotary)
+        post = self.make_norm(reader, f"model.layers.{layer_index}.post_attention_layernorm")
+        return DecoderLayer(attention, post, self.make_feed_forward(layer_index, reader), next_norm)
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         raise NotImplementedError

@@ -107,6 +107,12 @@ class MLAAttention:
             attend(q[piece.tokens], cache, piece, out[piece.tokens])
         return self._o(out.flatten(1))
 
+    def remember(self, hidden: Tensor, batch: ForwardBatch) -> None:
+        """Writes what `forward` would write to the cache, and nothing else."""
+        kv_a = self._kv_a(hidden)[:, -self._mla.cache_width :]
+        norm, cache = self._kv_norm, batch.kv[self._layer_index]
+        self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
+
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, D] -> q [T, H, N+R], kv_a [T, C+R]."""
         mla = self._mla

@@ -31,6 +31,9 @@ def cut(
         plan: the step's own; pieces that had to be cut get plans of their own.
         max_expanded_tokens: context tokens of an expanded piece. A request with more runs in the absorbed form.
         max_absorbed_tokens: query tokens of such a request run at once.
+
+    Raises:
+        ValueError: if the prefill group is a draft tree; verification belongs to the decode group.
     """
     pieces: list[Piece] = []
     start = 0
@@ -40,6 +43,7 @@ def cut(
     prefill = batch.prefill
     if prefill is None or not prefill.num_tokens:
         return pieces
+    prefill.refuse_tree("expanded")
     if prefill.num_context_tokens <= max_expanded_tokens:
         pieces.append(Piece(slice(start, start + prefill.num_tokens), prefill, plan, False))
         return pieces

@@ -5,10 +5,11 @@
 """
 
 from moe_engine.config.args import EngineArgs, build_parser
+from moe_engine.config.decisions import Decision
 from moe_engine.config.launch_plan import choose_backends, need_of, prepare
 from moe_engine.config.ledger import MemoryLedger
 from moe_engine.config.machine import Machine, probe_machine
-from moe_engine.config.resolve import Decision, ResolvedConfig, resolve
+from moe_engine.config.resolve import ResolvedConfig, resolve
 
 __all__ = [
     "Decision",

@@ -17,6 +17,7 @@ from moe_engine.config.memory import MemoryArgs
 from moe_engine.config.model import ModelArgs
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
+from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.config.values import nearest, refuse_later, to_field_value
 from moe_engine.errors import ConfigError
 
@@ -24,6 +25,7 @@ PARTS: dict[str, type] = {
     "model": ModelArgs,
     "memory": MemoryArgs,
     "scheduling": SchedulingArgs,
+    "speculative": SpeculativeArgs,
     "backends": BackendArgs,
     "logging": LoggingArgs,
     "server": ServerArgs,
@@ -40,6 +42,7 @@ class EngineArgs:
     model: ModelArgs = field(default_factory=ModelArgs)
     memory: MemoryArgs = field(default_factory=MemoryArgs)
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
+    speculative: SpeculativeArgs = field(default_factory=SpeculativeArgs)
     backends: BackendArgs = field(default_factory=BackendArgs)
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     server: ServerArgs = field(default_factory=ServerArgs)

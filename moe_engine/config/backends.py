@@ -31,6 +31,10 @@ def _ops() -> tuple[str, ...]:
     return _names("OPS")
 
 
+def _sampling() -> tuple[str, ...]:
+    return _names("SAMPLING")
+
+
 CPU_SYNONYMS = {"torch_native": "torch", "intel_amx": "cpu"}
 
 
@@ -62,8 +66,9 @@ class BackendArgs:
     ops_backend: str = flag("auto", "Norms, rotary embedding, activation, cache writes and routing.", choices=_ops)
     sampling_backend: str = flag(
         "auto",
-        "Drawing tokens from logits. auto is pytorch.",
-        choices=("auto", "pytorch"),
+        "Drawing tokens from logits. pytorch means the torch row.",
+        choices=_sampling,
+        synonyms={"pytorch": "torch"},
         later=dict.fromkeys(("flashinfer", "ascend", "intel_xpu"), GPU),
     )
     enable_deterministic_inference: bool = flag(

@@ -16,6 +16,7 @@ GROUPS = {
     "ModelArgs": "model",
     "MemoryArgs": "memory",
     "SchedulingArgs": "scheduling",
+    "SpeculativeArgs": "speculative decoding",
     "BackendArgs": "backends",
     "LoggingArgs": "logging and metrics",
     "ServerArgs": "server",

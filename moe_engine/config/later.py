@@ -126,17 +126,24 @@ _EXPERT_BALANCE = [
 ]
 
 _SPECULATION = [
+    *_rows("EAGLE draft heads", ("speculative_token_map", None)),
     *_rows(
-        "MTP speculative decoding",
-        ("speculative_algorithm", None, ("--speculative-algo",)),
-        ("speculative_draft_model_path", None, ("--speculative-draft-model",)),
-        ("speculative_num_steps", None, (), (0,)),
-        ("speculative_num_draft_tokens", None, (), (0,)),
-        ("speculative_eagle_topk", None),
-        ("speculative_accept_threshold_single", 1.0),
-        ("speculative_accept_threshold_acc", 1.0),
-        ("speculative_token_map", None),
+        "kernels of their own for drafting",
         ("speculative_attention_mode", "prefill"),
+        ("speculative_draft_attention_backend", None),
+        ("speculative_moe_runner_backend", None),
+        ("speculative_moe_a2a_backend", None),
+        ("speculative_draft_model_quantization", None),
+        ("speculative_draft_load_format", None),
+        ("speculative_draft_model_revision", None),
+    ),
+    *_rows(
+        "trees of n-grams",
+        ("speculative_ngram_min_bfs_breadth", 1),
+        ("speculative_ngram_max_bfs_breadth", 10, (), (1,)),
+        ("speculative_ngram_match_type", "BFS"),
+        ("speculative_ngram_branch_length", 18),
+        ("speculative_ngram_capacity", 10_000_000),
     ),
 ]
 

@@ -5,18 +5,24 @@ Imports no torch on a CPU, so that a launch which cannot work is refused in well
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.checkpoint import inspect, locate
+from moe_engine.config.checkpoint import locate, sums
+from moe_engine.config.draft_model import load_draft
 from moe_engine.config.machine import Machine, probe_machine
 from moe_engine.config.resolve import ResolvedConfig, resolve
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import choose
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.kernels.registry import Choice
-from moe_engine.models.config import load_model_config
+from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
+from moe_engine.models.config import ModelConfig, load_model_config
+from moe_engine.models.header_check import check_headers
 
 SEED_BITS = 30
 FLAGS = {
@@ -24,8 +30,12 @@ FLAGS = {
     "experts": "--moe-runner-backend",
     "linear": "--linear-backend",
     "ops": "--ops-backend",
+    "sampling": "--sampling-backend",
 }
 """The flag that names a kernel family's backend."""
+
+SUMMING = ("linear", "experts", "attention")
+"""Families whose results depend on the order of their sums."""
 
 
 def prepare(args: EngineArgs, machine: Machine | None = None) -> ResolvedConfig:
@@ -39,40 +49,75 @@ def prepare(args: EngineArgs, machine: Machine | None = None) -> ResolvedConfig:
     model = load_model_config(folder, json.loads(args.model.json_model_override_args))
     found = machine or probe_machine(args.model.device)
     config_folder = folder if folder.is_dir() else folder.parent
-    dummy = args.model.load_format == "dummy"
-    checkpoint = None if dummy else inspect(config_folder, model.num_layers)
+    draft = load_draft(args)
+    files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder)
     resolved = resolve(
         args,
         model,
         found,
         model_path=str(config_folder),
-        checkpoint=checkpoint,
+        checkpoint=sums(files, model.num_layers) if files else None,
+        draft=draft,
         drawn_seed=secrets.randbits(SEED_BITS),
     )
-    if checkpoint is None and not dummy:
+    if files is not None:
+        uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"
+        _check_weights(config_folder, files, model, uses_mtp)
+        if draft is not None and resolved.draft_model is not None:
+            draft_folder = Path(draft.path)
+            _check_weights(draft_folder, read_checkpoint(draft_folder), draft.config)
+    if resolved.device != "cpu":
+        return resolved
+    choices = choose_backends(resolved, cpu_device())
+    if resolved.draft_model is not None:
+        choose_backends(resolved, cpu_device(), resolved.draft_model)
+    return dataclasses.replace(resolved, notes=(*resolved.notes, *_determinism_remarks(resolved, choices)))
+
+
+def _determinism_remarks(config: ResolvedConfig, choices: Iterable[Choice]) -> Iterator[str]:
+    """What --enable-deterministic-inference does not promise with these kernels."""
+    if not config.args.backends.enable_deterministic_inference:
+        return
+    loose = [choice.family for choice in choices if choice.family in SUMMING and choice.row.name == "torch"]
+    if loose:
+        yield (
+            f"--enable-deterministic-inference with torch kernels for {', '.join(loose)}: the same steps give the same "
+            "bits, but torch sums in an order that depends on the size of the batch, so what runs beside a request may "
+            "change its last bits; the cpu kernels promise that it does not"
+        )
+    elif config.dtype != "float32":
+        yield (
+            f"--enable-deterministic-inference in {config.dtype}: equality bit for bit is promised in float32 "
+            "(--dtype float32); in shorter formats only for the same steps"
+        )
+
+
+def _check_weights(
+    folder: Path, files: Mapping[str, WeightFile], model: ModelConfig, include_mtp: bool = False
+) -> None:
+    """Everything that can be said of the weight files without reading a weight."""
+    if not files:
         raise ConfigError(
-            f"{config_folder}: no *.safetensors files beside config.json; give the folder of a complete checkpoint, or "
+            f"{folder}: no *.safetensors files beside config.json; give the folder of a complete checkpoint, or "
             "use --load-format dummy for random weights"
         )
-    if resolved.device == "cpu":
-        choose_backends(resolved, cpu_device())
-    return resolved
+    check_headers(folder, files, model, include_mtp)
 
 
-def need_of(config: ResolvedConfig) -> Need:
-    """What the model and the launch ask of a kernel backend."""
-    model = config.model
+def need_of(config: ResolvedConfig, model: ModelConfig | None = None) -> Need:
+    """What the model (the launch's, or its draft model) and the launch ask of a kernel backend."""
+    model = model or config.model
     dims = {"hidden": model.hidden_size, "heads": model.attention.num_heads}
     return Need(config.dtype, config.kv_cache_dtype, model.attention.kind, config.page_size, tuple(dims.items()))
 
 
-def choose_backends(config: ResolvedConfig, device: Device) -> tuple[Choice, ...]:
+def choose_backends(config: ResolvedConfig, device: Device, model: ModelConfig | None = None) -> tuple[Choice, ...]:
     """The row of each kernel family, with reasons and refusals; imports no backend and no torch.
 
     Raises:
         ConfigError: a backend that was asked for cannot run here; names the flag and the reason.
     """
-    need, asked = need_of(config), config.asked_backends
+    need, asked = need_of(config, model), config.asked_backends
     try:
         return choose(device, need, asked)
     except ValueError as error:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GB = 1 << 30
+DRAFT_WEIGHTS = "draft weights"
+WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
+"""Rows that --mem-fraction-static counts besides KV."""
+
 TABLE_PADDING = 4
 """Columns of the slot table beyond the context length."""
 
@@ -50,7 +54,7 @@ class MemoryLedger:
 
     @property
     def weight_bytes(self) -> int:
-        return next(row.num_bytes for row in self.rows if row.name == "weights")
+        return sum(row.num_bytes for row in self.rows if row.name in WEIGHT_ROWS)
 
     @property
     def kv_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 from moe_engine.config import contradictions
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.checkpoint import CheckpointFacts
+from moe_engine.config.decisions import Decision, Record
 from moe_engine.config.ledger import MemoryLedger
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.machine import Machine
+from moe_engine.config.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.config.sizing import CPU_MAX_RUNNING, GPU_MAX_RUNNING, Sizing, SizingInput, StepShape, size_memory
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.demo import CHECKPOINT_DIR
+from moe_engine.types import SpeculationConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CPU_CHUNK = 2048
@@ -27,16 +31,8 @@ INPUT_MARGIN = 5
 """A prompt must leave room for so many further tokens (SGLang's margin)."""
 
 DEMO_NAME = "demo"
+DEMO_PARSERS = {"reasoning_parser": "deepseek-v3", "tool_call_parser": "deepseekv31"}
 SECRETS = ("api_key", "admin_api_key")
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A value that the user left open (or spelled loosely), what it became, and why."""
-
-    name: str
-    value: Any
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,10 @@ class ResolvedConfig:
     ledger: MemoryLedger
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...]
+    speculation: SpeculationConfig | None = None
+    """None: one token a step."""
+    draft_model: ModelConfig | None = None
+    """Of the folder `speculation.draft_model_path`, where there is one."""
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -99,6 +99,8 @@ class ResolvedConfig:
         values = self.args.flat()
         values.update({decision.name: decision.value for decision in self.decisions})
         values.update(max_total_tokens=self.max_total_num_tokens, model_path=self.model_path)
+        if self.speculation is not None:
+            values.update(speculative_values(self.speculation))
         for name in SECRETS:
             values[name] = "***" if values[name] else None
         return values
@@ -112,18 +114,8 @@ class ResolvedConfig:
             "experts": asked.moe_runner_backend,
             "linear": asked.linear_backend,
             "ops": asked.ops_backend,
+            "sampling": asked.sampling_backend,
         }
-
-
-class _Record:
-    """Collects decisions while values are chosen."""
-
-    def __init__(self) -> None:
-        self.decisions: list[Decision] = []
-
-    def note(self, name: str, value: Any, reason: str) -> Any:
-        self.decisions.append(Decision(name, value, reason))
-        return value
 
 
 def resolve(
@@ -133,6 +125,7 @@ def resolve(
     *,
     model_path: str = "",
     checkpoint: CheckpointFacts | None = None,
+    draft: DraftModel | None = None,
     drawn_seed: int = 0,
 ) -> ResolvedConfig:
     """Makes everything concrete. Pure: the same arguments give the same configuration.
@@ -140,6 +133,7 @@ def resolve(
     Args:
         model_path: local folder of the checkpoint; `args.model.model_path` when empty.
         checkpoint: sums over the weight files, where there are any.
+        draft: the model that --speculative-draft-model-path names.
         drawn_seed: the seed to use when the user gave none.
 
     Raises:
@@ -147,7 +141,7 @@ def resolve(
             fit into memory (with the sum and the nearest flags that fit).
     """
     contradictions.check(args)
-    record = _Record()
+    record = Record()
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     dtype = _dtype(args, model, machine, record)
@@ -156,13 +150,15 @@ def resolve(
     context_len = _context_len(args, model, record)
     page_size = args.memory.page_size or record.note("page_size", 1, "every backend here works on single tokens")
     chunk = _chunk(args, machine, page_size, record)
-    sizing = _size(args, model, machine, dtype, context_len, page_size, chunk, checkpoint)
+    speculation = resolve_speculation(args, model, draft, context_len, record)
+    if speculation is None or speculation.draft_model_path is None:
+        draft = None
+    sizing = _size(args, model, machine, dtype, context_len, page_size, chunk, checkpoint, speculation, draft)
     _note_sizes(args, sizing, record)
-    _note_backends(args, record)
     seed = args.model.random_seed
     threads = args.backends.cpu_threads
     return ResolvedConfig(
-        args=args,
+        args=_with_demo_parsers(args, path, record),
         model=model,
         machine=machine,
         model_path=path,
@@ -181,14 +177,30 @@ def resolve(
         cpu_threads=threads or record.note("cpu_threads", machine.cores, "physical cores this process may use"),
         ledger=sizing.ledger,
         decisions=tuple(record.decisions),
-        notes=(*contradictions.remarks(args), *_size_remarks(context_len, sizing)),
+        notes=(*contradictions.remarks(args), *record.remarks, *_size_remarks(context_len, sizing)),
+        speculation=speculation,
+        draft_model=draft.config if draft is not None else None,
     )
 
 
-def _served_name(args: EngineArgs, path: str, record: _Record) -> str:
-    if args.model.model_path is None or Path(path) == CHECKPOINT_DIR:
+def _is_demo(args: EngineArgs, path: str) -> bool:
+    return args.model.model_path is None or Path(path) == CHECKPOINT_DIR
+
+
+def _with_demo_parsers(args: EngineArgs, path: str, record: Record) -> EngineArgs:
+    """The embedded model thinks and calls tools: its formats are known, so nobody need name them."""
+    if not _is_demo(args, path) or args.model.skip_tokenizer_init:
+        return args
+    chosen: dict[str, Any] = {n: parser for n, parser in DEMO_PARSERS.items() if getattr(args.server, n) is None}
+    for name, parser in chosen.items():
+        record.note(name, parser, "the embedded model's format")
+    return dataclasses.replace(args, server=dataclasses.replace(args.server, **chosen))
+
+
+def _served_name(args: EngineArgs, path: str, record: Record) -> str:
+    if _is_demo(args, path):
         return record.note("served_model_name", DEMO_NAME, "the embedded model")
-    return record.note("served_model_name", args.model.model_path, "the model path")
+    return record.note("served_model_name", args.model.model_path or path, "the model path")
 
 
 def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
@@ -198,7 +210,7 @@ def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
     return [f"the KV cache holds {tokens} tokens: requests end there, before the context length of {context_len}"]
 
 
-def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: _Record) -> str:
+def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:
     asked = args.model.dtype
     dtype = activation_dtype(model, asked, machine.device)
     if asked != "auto":
@@ -210,7 +222,7 @@ def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: _Reco
     return record.note("dtype", dtype, f"the checkpoint is {model.checkpoint_dtype}")
 
 
-def _kv_dtype(args: EngineArgs, dtype: str, record: _Record) -> str:
+def _kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
     asked = args.memory.kv_cache_dtype
     if asked == "auto":
         return record.note("kv_cache_dtype", dtype, "that of the activations")
@@ -222,7 +234,7 @@ def _kv_dtype(args: EngineArgs, dtype: str, record: _Record) -> str:
     return asked
 
 
-def _check_quantization(args: EngineArgs, model: ModelConfig, record: _Record) -> None:
+def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:
     asked, found = args.model.quantization, model.quant.method if model.quant else None
     if asked is not None and found is None:
         raise NotAvailableYet(
@@ -233,7 +245,7 @@ def _check_quantization(args: EngineArgs, model: ModelConfig, record: _Record) -
         record.note("quantization", found, "config.json says so")
 
 
-def _context_len(args: EngineArgs, model: ModelConfig, record: _Record) -> int:
+def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:
     asked, longest = args.model.context_length, model.context_length
     if asked is None:
         return record.note("context_length", longest, "config.json")
@@ -246,7 +258,7 @@ def _context_len(args: EngineArgs, model: ModelConfig, record: _Record) -> int:
     return asked
 
 
-def _chunk(args: EngineArgs, machine: Machine, page_size: int, record: _Record) -> int:
+def _chunk(args: EngineArgs, machine: Machine, page_size: int, record: Record) -> int:
     asked = args.memory.chunked_prefill_size
     if asked is not None:
         return asked
@@ -271,13 +283,22 @@ def _size(
     page_size: int,
     chunk: int,
     checkpoint: CheckpointFacts | None,
+    speculation: SpeculationConfig | None,
+    draft: DraftModel | None,
 ) -> Sizing:
     memory = args.memory
     cap = CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING
     if memory.max_total_tokens is not None:
         cap = max(1, min(cap, memory.max_total_tokens // 2))
     running = memory.max_running_requests or cap
-    shape = StepShape(chunk, memory.max_prefill_tokens, running, context_len, args.scheduling.enable_mixed_chunk)
+    shape = StepShape(
+        chunk,
+        memory.max_prefill_tokens,
+        running,
+        context_len,
+        args.scheduling.enable_mixed_chunk,
+        decode_tokens=speculation.num_draft_tokens if speculation is not None else 1,
+    )
     return size_memory(
         SizingInput(
             model=model,
@@ -290,19 +311,16 @@ def _size(
             max_total_tokens=memory.max_total_tokens,
             running_is_auto=memory.max_running_requests is None,
             checkpoint=checkpoint,
+            uses_mtp=speculation is not None and speculation.method == "nextn",
+            draft=draft.config if draft is not None else None,
         )
     )
 
 
-def _note_sizes(args: EngineArgs, sizing: Sizing, record: _Record) -> None:
+def _note_sizes(args: EngineArgs, sizing: Sizing, record: Record) -> None:
     if args.memory.max_total_tokens is None:
         record.note("max_total_tokens", sizing.ledger.num_tokens, sizing.tokens_reason)
     if args.memory.max_running_requests is None:
         record.note("max_running_requests", sizing.max_running_requests, sizing.running_reason)
     if args.memory.mem_fraction_static is None:
         record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)
-
-
-def _note_backends(args: EngineArgs, record: _Record) -> None:
-    if args.backends.sampling_backend == "auto":
-        record.note("sampling_backend", "pytorch", "the only one here")

@@ -39,7 +39,8 @@ class ServerArgs:
     )
     reasoning_parser: str | None = flag(
         None,
-        "Splits the model's thinking from its answer into `reasoning_content`.",
+        "Splits the model's thinking from its answer into `reasoning_content`. Left out: it stays in the text; the "
+        "embedded model gets its own.",
         choices=_reasoning_parsers,
         later=dict.fromkeys(
             ("auto", "qwen3", "qwen3-thinking", "kimi", "kimi_k2", "glm45", "minimax", "minimax-append-think",
@@ -49,7 +50,8 @@ class ServerArgs:
     )  # fmt: skip
     tool_call_parser: str | None = flag(
         None,
-        "Turns the model's tool calls into `tool_calls`; the name says the format.",
+        "Turns the model's tool calls into `tool_calls`; the name says the format. Left out: they stay in the text; "
+        "the embedded model gets its own.",
         choices=_tool_call_parsers,
         later=dict.fromkeys(
             ("auto", "deepseekv32", "deepseekv4", "deepseekv41", "qwen", "qwen25", "qwen3_coder", "llama3", "mistral",

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_engine.config.checkpoint import CheckpointFacts
-from moe_engine.config.ledger import GB, LedgerRow, MemoryLedger, gb, slot_table_bytes, tokens_that_fit
+from moe_engine.config.ledger import (
+    DRAFT_WEIGHTS,
+    GB,
+    WEIGHT_ROWS,
+    LedgerRow,
+    MemoryLedger,
+    gb,
+    slot_table_bytes,
+    tokens_that_fit,
+)
 from moe_engine.config.machine import Machine
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
@@ -42,16 +51,26 @@ class StepShape:
     running: int
     context_len: int
     mixed: bool = False
+    decode_tokens: int = 1
+    """Tokens of a running request in a step: more than one where drafts are checked."""
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: one for each token of a running request."""
+        return self.running * self.decode_tokens
 
     @property
     def num_tokens(self) -> int:
         prompt = max(self.max_prefill_tokens, self.context_len) if self.chunk == -1 else self.chunk
-        return prompt + self.running if self.mixed else max(prompt, self.running)
+        return prompt + self.num_logits if self.mixed else max(prompt, self.num_logits)
 
 
 @dataclass(frozen=True)
 class SizingInput:
-    """Everything the ledger depends on; `mem_fraction` and `max_total_tokens` None mean auto."""
+    """Everything the ledger depends on; `mem_fraction` and `max_total_tokens` None mean auto.
+
+    `uses_mtp`: the checkpoint's MTP layers draft; `draft`: this model does. Either holds KV for the same slots.
+    """
 
     model: ModelConfig
     machine: Machine
@@ -63,10 +82,17 @@ class SizingInput:
     max_total_tokens: int | None
     running_is_auto: bool
     checkpoint: CheckpointFacts | None = None
+    uses_mtp: bool = False
+    draft: ModelConfig | None = None
 
     @property
     def bytes_per_token(self) -> int:
-        return self.model.kv_bytes_per_token(self.dtype_bytes)
+        drafted = self.draft.kv_bytes_per_token(self.dtype_bytes) if self.draft is not None else 0
+        return self.model.kv_bytes_per_token(self.dtype_bytes, self.uses_mtp) + drafted
+
+    @property
+    def drafts(self) -> bool:
+        return self.shape.decode_tokens > 1
 
     @property
     def min_tokens(self) -> int:
@@ -116,17 +142,13 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         weights += max(0, given.checkpoint.num_elements - model.num_parameters()) * given.dtype_bytes
         files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
         detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
-    step = model.largest_step_activation_bytes(shape.num_tokens, given.dtype_bytes)
-    logits = shape.running * model.vocab_size * (given.dtype_bytes + 3 * 4)
+    logits = shape.num_logits * model.vocab_size * (given.dtype_bytes + 3 * 4)
     rows = [
         LedgerRow("weights", weights, detail),
-        LedgerRow("activations", step, f"a step of {shape.num_tokens} tokens"),
-        LedgerRow("logits and sampling", logits, f"{shape.running} rows of {model.vocab_size}"),
-        LedgerRow(
-            "slot tables",
-            slot_table_bytes(shape.running, shape.context_len),
-            f"{shape.running} requests x {shape.context_len} positions",
-        ),
+        *_draft_rows(given),
+        LedgerRow("activations", _step_bytes(given), f"a step of {shape.num_tokens} tokens"),
+        LedgerRow("logits and sampling", logits, f"{shape.num_logits} rows of {model.vocab_size}"),
+        _table_row(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
     ]
     if given.machine.device == "cpu":
@@ -134,10 +156,43 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     return tuple(rows)
 
 
+def _table_row(given: SizingInput) -> LedgerRow:
+    """The slot of every position of every running request; with drafts the tokens, too, and room for what is tried."""
+    shape = given.shape
+    detail = f"{shape.running} requests x {shape.context_len} positions"
+    if not given.drafts:
+        return LedgerRow("slot tables", slot_table_bytes(shape.running, shape.context_len), detail)
+    tables = 2 * slot_table_bytes(shape.running, shape.context_len + 2 * shape.decode_tokens)
+    return LedgerRow("slot tables", tables, f"{detail}, slots and tokens")
+
+
+def _draft_rows(given: SizingInput) -> list[LedgerRow]:
+    """Weights that only draft. MTP layers share embedding and head with the model."""
+    model, size = given.model, given.dtype_bytes
+    if given.uses_mtp:
+        layers = model.num_nextn_predict_layers
+        extra = model.weight_bytes(size, include_mtp=True) - model.weight_bytes(size)
+        count = _count(model.num_parameters(include_mtp=True) - model.num_parameters())
+        detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
+        return [LedgerRow(DRAFT_WEIGHTS, extra, detail)]
+    if given.draft is not None:
+        detail = f"{_count(given.draft.num_parameters())} parameters of {given.draft.architecture}"
+        return [LedgerRow(DRAFT_WEIGHTS, given.draft.weight_bytes(size), detail)]
+    return []
+
+
+def _step_bytes(given: SizingInput) -> int:
+    """Activations of the largest step. A draft model runs when the model's own are gone; MTP layers read its hidden."""
+    tokens, size = given.shape.num_tokens, given.dtype_bytes
+    models = (given.model,) if given.draft is None else (given.model, given.draft)
+    step = max(model.largest_step_activation_bytes(tokens, size) for model in models)
+    return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
+
+
 def _check_fraction(given: SizingInput, fraction: float, rows: tuple[LedgerRow, ...]) -> None:
     """A share of the memory that others already use cannot be had: refuse it rather than take less in silence."""
     total, available = given.machine.total_bytes, given.machine.available_bytes
-    others = sum(row.num_bytes for row in rows if row.name != "weights")
+    others = sum(row.num_bytes for row in rows if row.name not in WEIGHT_ROWS)
     static = int(fraction * total)
     if static + others > available:
         most = int((available - others) / total * 1000) / 1000
@@ -156,7 +211,7 @@ def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, 
     machine = given.machine
     if given.mem_fraction is not None:
         static = int(given.mem_fraction * machine.total_bytes)
-        others = sum(row.num_bytes for row in rows if row.name != "weights")
+        others = sum(row.num_bytes for row in rows if row.name not in WEIGHT_ROWS)
         if static + others > machine.available_bytes:
             return machine.available_bytes, f"available memory, {machine.source}"
         share = f"--mem-fraction-static {given.mem_fraction:g} of {gb(machine.total_bytes)} for weights and KV"
@@ -200,8 +255,12 @@ def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
     if half < running:
         return half, f"half of the {tokens} KV tokens"
     if given.machine.device == "cpu":
-        return running, "SGLang's rule gives 2048 or more; on a CPU a step's time grows with every request"
-    return running, "the least that SGLang's rule gives; more would take memory from KV"
+        reason = "SGLang's rule gives 2048 or more; on a CPU a step's time grows with every request"
+    else:
+        reason = "the least that SGLang's rule gives; more would take memory from KV"
+    if given.drafts:
+        reason += f"; SGLang's 48 with drafts is not needed: the ledger counts {given.shape.decode_tokens} tokens each"
+    return running, reason
 
 
 def _refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_reason: str, fits: int) -> ConfigError:
@@ -238,16 +297,25 @@ def _other_ways(given: SizingInput) -> list[str]:
     """Flags with which the same launch fits, nearest first: a smaller step, or a larger share of the memory."""
     ways = []
     for flags, shape in _smaller_shapes(given):
-        smaller = dataclasses.replace(given, shape=shape)
-        rows = fixed_rows(smaller)
-        limit, _ = memory_limit(smaller, rows)
-        if _fitting_tokens(smaller, rows, limit) >= smaller.min_tokens:
+        if _fits(dataclasses.replace(given, shape=shape)):
             ways.append(" ".join(flags))
             break
     fraction = _sufficient_fraction(given)
     if fraction is not None:
         ways.append(f"--mem-fraction-static {fraction:g}")
+    if given.drafts and _fits(_without_drafts(given)):
+        ways.append("no --speculative-algorithm")
     return ways
+
+
+def _fits(given: SizingInput) -> bool:
+    rows = fixed_rows(given)
+    return _fitting_tokens(given, rows, memory_limit(given, rows)[0]) >= given.min_tokens
+
+
+def _without_drafts(given: SizingInput) -> SizingInput:
+    shape = dataclasses.replace(given.shape, decode_tokens=1)
+    return dataclasses.replace(given, shape=shape, uses_mtp=False, draft=None)
 
 
 def _smaller_shapes(given: SizingInput) -> Iterator[tuple[list[str], StepShape]]:

@@ -69,6 +69,8 @@ def _convert(info: FieldInfo, value: Any) -> Any:
     if isinstance(value, dict) and info.flag.parse is parse_json_object:
         return json.dumps(value)
     wrong_bool = isinstance(value, bool)
+    if info.type is str and info.flag.parse is not None and isinstance(value, int) and not wrong_bool:
+        return _parse(info, str(value))  # text that may be a number
     if info.type is str and not isinstance(value, str):
         raise ConfigError(f"{info.option}: expected text, not {value!r}")
     if isinstance(value, str):

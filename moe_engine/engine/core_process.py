@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import zmq
 
 from moe_engine.engine import messages
 from moe_engine.engine.process import ChildProcess
+from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.models import registry
@@ -47,11 +46,12 @@ class CoreProcess:
     """Starts a core and watches it. `dead` is None or a sentence naming the process and how it ended."""
 
     def __init__(self, config: Any, *, name: str = "engine core") -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="moe-engine-"))
-        self.to_core_address = f"ipc://{self._folder}/to-core"
-        self.from_core_address = f"ipc://{self._folder}/from-core"
-        ready_address = f"ipc://{self._folder}/ready"
-        self.board = StatusBoard(self._folder / "board", create=True)
+        self._folder = RunFolder()
+        folder = self._folder.path
+        self.to_core_address = f"ipc://{folder}/to-core"
+        self.from_core_address = f"ipc://{folder}/from-core"
+        ready_address = f"ipc://{folder}/ready"
+        self.board = StatusBoard(folder / "board", create=True)
         self.dead: str | None = None
         self._failure: str | None = None
         self._expected = False
@@ -64,7 +64,7 @@ class CoreProcess:
             self.to_core_address,
             self.from_core_address,
             ready_address,
-            self._folder / "board",
+            folder / "board",
             outside_models=registry.added(),
             import_path=list(sys.path),
         )
@@ -140,4 +140,4 @@ class CoreProcess:
                 loop.call_soon_threadsafe(listener, cause)
 
     def _cleanup(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()

@@ -15,7 +15,7 @@ from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation, Piece
 from moe_engine.engine.prepare import FrontendSettings, Job, Preparer, duplicate_rid
-from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Frontend", "FrontendSettings", "GenerateInput", "Job", "Observer"]
@@ -69,6 +69,7 @@ class Frontend:
 
         Raises:
             InputError: the request is wrong, or the engine refused it.
+            GenerationError: the engine could not compute it.
             EngineDeadError: the engine is gone.
         """
         job = await self.prepare(inp)
@@ -225,4 +226,7 @@ def _raise_if_refused(generation: Generation) -> None:
     """An abort with an HTTP status is an error of the request or of the engine, not an answer."""
     finish = generation.finish
     if finish is not None and finish["type"] == "abort" and finish.get("status_code"):
-        raise InputError(finish.get("message") or "the engine refused the request", status=finish["status_code"])
+        message = finish.get("message") or "the engine refused the request"
+        if finish["status_code"] == 500:
+            raise GenerationError(message)
+        raise InputError(message, status=finish["status_code"])

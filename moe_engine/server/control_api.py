@@ -63,7 +63,7 @@ class ControlApi:
                 "model_path": info.model_path,
                 "tokenizer_path": settings.tokenizer_path or info.model_path,
                 "is_generation": True,
-                "preferred_sampling_params": dict(settings.preferred_sampling_params) or None,
+                "preferred_sampling_params": dict(settings.frontend.preferred_sampling_params) or None,
                 "weight_version": "default",
                 "served_model_name": self._state.model_name,
                 "model_type": info.model_type,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from moe_engine.errors import EngineDeadError, InputError, NotAvailableYet
+from moe_engine.errors import EngineDeadError, GenerationError, InputError, NotAvailableYet
 
 logger = logging.getLogger("moe_engine.server")
 
@@ -53,6 +53,8 @@ def problem_of(exc: BaseException) -> Problem:
         return Problem(exc.status, exc.message, kind, exc.field, exc.status)
     if isinstance(exc, EngineDeadError):
         return Problem(503, f"The engine is not running: {exc}", "ServiceUnavailableError", None, 503)
+    if isinstance(exc, GenerationError):
+        return Problem(500, str(exc), "InternalServerError", None, 500)
     if isinstance(exc, NotAvailableYet):
         return Problem(501, str(exc), "NotImplementedError", None, 501)
     logger.error("request failed: %s", exc, exc_info=exc)

@@ -83,7 +83,8 @@ async def _serve(
     from moe_engine.server.stop import StopSwitch
 
     client = CoreClient(core, info)
-    app = create_app(Frontend(client, tokenizer, frontend_settings(config)), client, server_settings(config))
+    settings = server_settings(config)
+    app = create_app(Frontend(client, tokenizer, settings.frontend), client, settings)
     switch = StopSwitch()
     core.on_death(lambda cause: switch.stop_after(DEAD_ENGINE_GRACE_SECONDS), asyncio.get_running_loop())
 
@@ -138,7 +139,6 @@ def server_settings(config: ResolvedConfig) -> Any:
     from moe_engine.server.settings import ServerSettings, load_sampling_defaults
 
     server, log, model = config.server, config.logging, config.args.model
-    front = frontend_settings(config)
     return ServerSettings(
         host=server.host,
         port=server.port,
@@ -155,10 +155,7 @@ def server_settings(config: ResolvedConfig) -> Any:
         log_requests_level=log.log_requests_level,
         log_level=log.log_level,
         log_level_http=log.log_level_http,
-        stream_interval=front.stream_interval,
-        incremental_streaming_output=front.incremental_streaming_output,
-        allow_auto_truncate=front.allow_auto_truncate,
-        preferred_sampling_params=front.preferred_sampling_params,
+        frontend=frontend_settings(config),
         sampling_defaults=load_sampling_defaults(config.model_path) if server.sampling_defaults == "model" else {},
         skip_tokenizer_init=model.skip_tokenizer_init,
         watchdog_timeout=server.watchdog_timeout,

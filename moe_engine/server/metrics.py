@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client as prom
@@ -40,6 +40,17 @@ _FROM_STATE = {
     "new_token_ratio": "new_token_ratio",
 }
 
+_TOTALS_FROM_STATE = {
+    "num_retracted_requests_total": ("num_retractions_total", "Times a running request was taken back to the queue."),
+}
+
+_SPECULATION = {
+    "spec_accept_length": "Tokens a request gained from a step with drafts, the model's own included; since the start.",
+    "spec_accept_rate": "Share of drafts accepted, since the start.",
+    "spec_num_steps": "Depth of the drafts of the step planned last.",
+}
+_BY_POSITION = ("spec_position_accept_rate", "Share of steps whose drafts were all accepted up to this position.")
+
 
 class Metrics:
     """An `Observer` of the front end that renders a Prometheus page."""
@@ -67,7 +78,10 @@ class Metrics:
         self._queue = self._histogram("queue_time_seconds", "Time spent waiting.", _QUEUE)
         self._prompt_sizes = self._histogram("prompt_tokens_histogram", "Prompt lengths.", _TOKENS)
         self._output_sizes = self._histogram("generation_tokens_histogram", "Output lengths.", _TOKENS)
+        self._totals = {name: self._counter(name, text) for name, (_, text) in _TOTALS_FROM_STATE.items()}
+        self._seen = dict.fromkeys(_TOTALS_FROM_STATE, 0)
         self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
+        self._speculation: SpeculationGauges | None = None
 
     # -- Observer
 
@@ -118,6 +132,15 @@ class Metrics:
                 values[name] = sum(found) if name != "cache_hit_rate" else sum(found) / len(found)
         for name, value in values.items():
             self._gauges[name].set(value)
+        for name, (key, _) in _TOTALS_FROM_STATE.items():
+            total = sum(s.get(key) or 0 for s in states)
+            self._totals[name].inc(max(0, total - self._seen[name]))
+            self._seen[name] = max(total, self._seen[name])
+        found_speculation = [s["speculation"] for s in states if s.get("speculation")]
+        if found_speculation:
+            if self._speculation is None:
+                self._speculation = SpeculationGauges(self.registry, self._labels)
+            self._speculation.set(found_speculation)
         return prom.generate_latest(self.registry)
 
     # -- plumbing
@@ -132,3 +155,28 @@ class Metrics:
         return prom.Histogram(
             f"sglang:{name}", text, list(self._labels), registry=self.registry, buckets=tuple(buckets)
         ).labels(**self._labels)
+
+
+class SpeculationGauges:
+    """What came of drafts; on the page only where the engine makes them."""
+
+    def __init__(self, registry: prom.CollectorRegistry, labels: Mapping[str, str]) -> None:
+        names = list(labels)
+        self._labels = labels
+        self._gauges = {
+            name: prom.Gauge(f"sglang:{name}", text, names, registry=registry).labels(**labels)
+            for name, text in _SPECULATION.items()
+        }
+        name, text = _BY_POSITION
+        self._by_position = prom.Gauge(f"sglang:{name}", text, [*names, "position"], registry=registry)
+
+    def set(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """`ranks`: the `SpecStats` of each as a dict."""
+        proposed = [sum(counts) for counts in zip(*(rank["proposed"] for rank in ranks))]
+        accepted = [sum(counts) for counts in zip(*(rank["accepted"] for rank in ranks))]
+        steps = sum(rank["verify_total"] for rank in ranks)
+        self._gauges["spec_accept_length"].set(1.0 + sum(accepted) / max(steps, 1))
+        self._gauges["spec_accept_rate"].set(sum(accepted) / max(sum(proposed), 1))
+        self._gauges["spec_num_steps"].set(max(rank["depth"] for rank in ranks))
+        for position, (hits, tries) in enumerate(zip(accepted, proposed), 1):
+            self._by_position.labels(**self._labels, position=str(position)).set(hits / max(tries, 1))

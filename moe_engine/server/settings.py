@@ -24,7 +24,7 @@ class ServerSettings:
         served_model_name: name in /v1/models; None takes the engine's.
         sampling_defaults: sampling fields of the model's generation_config.json; used by the OpenAI endpoints where a
             request leaves them out (`--sampling-defaults model`).
-        preferred_sampling_params: defaults of /generate (`--preferred-sampling-params`).
+        frontend: what holds for every request, from HTTP or from Python.
         server_args: all launch flags, shown by /server_info.
         max_body_bytes: larger request bodies are refused with 413.
         watchdog_timeout: a step older than this while work is queued makes /health fail.
@@ -46,25 +46,13 @@ class ServerSettings:
     log_requests_level: int = 2
     log_level: str = "info"
     log_level_http: str | None = None
-    stream_interval: int = 1
-    incremental_streaming_output: bool = False
-    allow_auto_truncate: bool = False
     skip_tokenizer_init: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     watchdog_timeout: float = 300.0
     health_timeout: float = 20.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    frontend: FrontendSettings = field(default_factory=FrontendSettings)
     server_args: Mapping[str, Any] = field(default_factory=dict)
-
-    def frontend(self) -> FrontendSettings:
-        """The part that `Frontend` wants."""
-        return FrontendSettings(
-            stream_interval=self.stream_interval,
-            incremental_streaming_output=self.incremental_streaming_output,
-            allow_auto_truncate=self.allow_auto_truncate,
-            preferred_sampling_params=dict(self.preferred_sampling_params),
-        )
 
 
 _GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -7,13 +7,13 @@ transformers takes seconds to import and is loaded only where it is needed: chec
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from moe_engine.errors import ConfigError
+from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 from moe_engine.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 _NOTHING: frozenset[int] = frozenset()
@@ -108,7 +108,7 @@ class ByteTable(dict[int, bytes]):
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self._backend = backend
-        self._alphabet = _byte_alphabet()
+        self._alphabet = byte_alphabet()
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.token(token_id) or ""
@@ -281,11 +281,3 @@ def _is_byte_level(path: Path) -> bool:
 
 def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
-
-
-@lru_cache(maxsize=1)
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for every byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.checkpoint import inspect, locate
+from moe_engine.config.checkpoint import locate, sums
 from moe_engine.config.launch_plan import prepare
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models.checkpoint_files import read_checkpoint
 from tests.config.conftest import machine, write_safetensors
 
 
@@ -23,11 +24,10 @@ def test_headers_are_summed(tmp_path):
             "model.layers.1.eh_proj.weight": ([4, 8], "BF16", 2),
         },
     )
-    facts = inspect(tmp_path, num_layers=1)
-    assert facts is not None
+    facts = sums(read_checkpoint(tmp_path), num_layers=1)
     assert (facts.num_files, facts.num_tensors) == (1, 4)
     assert facts.num_elements == 32 + 16 and facts.stored_bytes == 64 + 16 + 4 + 64
-    assert inspect(tmp_path / "nothing", 1) is None
+    assert not read_checkpoint(tmp_path / "nothing")
 
 
 def test_missing_truncated_and_damaged_files(tmp_path):
@@ -35,17 +35,17 @@ def test_missing_truncated_and_damaged_files(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     write_safetensors(tmp_path / "one.safetensors", {"a": ([8], "BF16", 2)})
     with pytest.raises(CheckpointError, match=r"two.safetensors of 2 weight files missing"):
-        inspect(tmp_path, 1)
+        read_checkpoint(tmp_path)
     write_safetensors(tmp_path / "two.safetensors", {"b": ([8], "BF16", 2)}, cut=3)
     with pytest.raises(CheckpointError, match="truncated"):
-        inspect(tmp_path, 1)
+        read_checkpoint(tmp_path)
     for garbage in (b"", b"12345678", b"\x05" + bytes(7) + b"{nope", b"\x04" + bytes(7) + b"null"):
         (tmp_path / "two.safetensors").write_bytes(garbage)
         with pytest.raises(CheckpointError, match=r"two\.safetensors"):
-            inspect(tmp_path, 1)
+            read_checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="index"):
-        inspect(tmp_path, 1)
+        read_checkpoint(tmp_path)
 
 
 def test_locate(tmp_path):

@@ -39,7 +39,7 @@ def test_json(resolved):
     rows = found["memory"]["rows"]
     assert sum(row["num_bytes"] for row in rows) == found["memory"]["total_bytes"]
     kernels = {kernel["family"]: kernel for kernel in found["kernels"]}
-    assert set(kernels) == {"ops", "linear", "experts", "attention"}
+    assert set(kernels) == {"ops", "linear", "experts", "attention", "sampling"}
     for family, rows in (("ops", tables.OPS), ("attention", tables.MLA)):
         assert {kernels[family]["backend"], *kernels[family]["refused"]} == {row.name for row in rows}
 

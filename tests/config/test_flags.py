@@ -102,7 +102,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--tp 8", "--tp-size 8: not available yet"),
         ("--dp 2 --enable-dp-attention", "--dp-size 2: not available yet"),
         ("--enable-dp-attention", "--enable-dp-attention: not available yet in moe-engine"),
-        ("--speculative-algorithm NEXTN", "MTP speculative decoding"),
+        ("--speculative-algorithm EAGLE3", "EAGLE draft heads"),
         ("--moe-a2a-backend deepep", "leave it out or use none"),
         ("--enable-eplb", "expert load balancing"),
         ("--lora-paths a b", "--lora-paths a b: not available yet"),

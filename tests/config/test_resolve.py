@@ -6,10 +6,13 @@ import pickle
 
 import pytest
 
-from moe_engine.config.args import PARTS
+from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.contradictions import LEAST, MOST
 from moe_engine.config.field import fields_of
+from moe_engine.config.launch_plan import prepare
+from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.kernels.device import cpu_device
 from tests.config.conftest import SMALL, V3, machine
 
 
@@ -26,7 +29,7 @@ def test_cpu_defaults(resolved):
     assert config.max_req_len == 2047 and config.max_req_input_len == 2042
     assert config.cpu_threads == 4
     assert config.scheduling.schedule_policy == "fcfs"
-    assert config.asked_backends == dict.fromkeys(("attention", "experts", "linear", "ops"), "auto")
+    assert config.asked_backends == dict.fromkeys(("attention", "experts", "linear", "ops", "sampling"), "auto")
     why = reasons(config)
     assert "256 requests of 2048 tokens" in why["max_total_tokens"]
     assert "on a CPU" in why["max_running_requests"] and "on a CPU" in why["chunked_prefill_size"]
@@ -39,6 +42,7 @@ def test_nothing_stays_auto(resolved):
     may_stay = {"revision", "download_dir", "chat_template", "api_key", "admin_api_key", "reasoning_parser",
                 "tool_call_parser", "log_level_http", "max_queued_requests", "prefill_max_requests", "model_path",
                 "quantization"}  # fmt: skip
+    may_stay |= {info.name for info in fields_of(SpeculativeArgs)}
     for part in PARTS.values():
         for info in fields_of(part):
             open_ended = info.default is None or (info.default == "auto" and "backend" not in info.name)
@@ -153,3 +157,25 @@ def test_remarks_on_flags_without_effect(resolved):
 def test_ranges_name_real_fields():
     names = {info.name for part in PARTS.values() for info in fields_of(part)}
     assert set(LEAST) <= names and set(MOST) <= names
+
+
+def test_embedded_model_knows_its_formats():
+    config = prepare(EngineArgs.from_kwargs(), machine())
+    assert config.server.reasoning_parser == "deepseek-v3" and config.server.tool_call_parser == "deepseekv31"
+    assert reasons(config)["reasoning_parser"] == "the embedded model's format"
+    given = prepare(EngineArgs.from_kwargs(reasoning_parser="deepseek-r1"), machine())
+    assert given.server.reasoning_parser == "deepseek-r1" and "reasoning_parser" not in reasons(given)
+    ids_only = prepare(EngineArgs.from_kwargs(skip_tokenizer_init=True), machine())
+    assert ids_only.server.reasoning_parser is None
+
+
+def test_what_determinism_promises_is_said(model_dir):
+    def notes(**flags):
+        flags = {"model_path": str(model_dir()), "load_format": "dummy", "enable_deterministic_inference": True} | flags
+        return [note for note in prepare(EngineArgs.from_kwargs(**flags), machine()).notes if "deterministic" in note]
+
+    torch_rows = {"linear_backend": "torch", "moe_runner_backend": "torch", "dtype": "float32"}
+    assert "torch kernels for linear, experts" in notes(**torch_rows)[0]
+    assert not notes(enable_deterministic_inference=False, **torch_rows)
+    if cpu_device().compiler:
+        assert not notes(dtype="float32") and "promised in float32" in notes(dtype="bfloat16")[0]

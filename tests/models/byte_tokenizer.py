@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from moe_engine.tokenizer.byte_alphabet import byte_alphabet
+
 VOCAB_SIZE = 320
 BOS, EOS, USER, ASSISTANT, THINK, END_THINK = range(256, 262)
 SPECIAL_TOKENS = (
@@ -29,7 +31,7 @@ def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
     """A byte-level tokenizer: ids 0..255 are bytes (in the byte-level alphabet's order), then the special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = sorted(byte_alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]

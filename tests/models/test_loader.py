@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models.checkpoint_files import INDEX_FILE
 from moe_engine.models.config import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import load_model
-from moe_engine.models.weights import INDEX_FILE, WeightReader
+from moe_engine.models.weights import WeightReader
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.fp8 import dequantise_fp8, quantise_fp8
@@ -58,12 +59,12 @@ def test_wrong_shape(tmp_path: Path) -> None:
 
 def test_wrong_dtype(tmp_path: Path) -> None:
     path = edited(make_checkpoint("llama", tmp_path), lambda t: t.update({O_PROJ: t[O_PROJ].to(torch.int8)}))
-    fails(path, O_PROJ, "int8", "bfloat16")
+    fails(path, O_PROJ, "I8", "BF16")
 
 
 def test_fp8_without_scale(tmp_path: Path) -> None:
     path = make_checkpoint("deepseek_v3", tmp_path, fp8=True)
-    fails(edited(path, lambda t: t.pop(O_PROJ + "_scale_inv")), O_PROJ, "float8_e4m3fn", "weight_scale_inv")
+    fails(edited(path, lambda t: t.pop(O_PROJ + "_scale_inv")), O_PROJ, "F8_E4M3", "weight_scale_inv")
 
 
 def test_fp8_scale_of_wrong_grid(tmp_path: Path) -> None:
@@ -126,6 +127,24 @@ def test_more_layers_than_config_says(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 2}
     (path / "config.json").write_text(json.dumps(config))
     fails(path, "model.layers.2.", "belong to no layer", "config.json")
+
+
+def test_layers_cut_by_an_override(tmp_path: Path) -> None:
+    """Asking for fewer layers than config.json counts is meant: the first ones compute as in the whole model."""
+
+    def logits(path: Path, overrides: dict[str, int] | None = None) -> Tensor:
+        config = load_model_config(path, overrides)
+        backends = stepper.make_backends(config)
+        model = load_model(path, config, "float32", "cpu", backends)
+        assert len(model.layers) == 2  # type: ignore[attr-defined]
+        return stepper.Stepper(model, config, backends).step([Chunk(0, [1, 2, 3], False)])[0]
+
+    whole = make_checkpoint("deepseek_v3", tmp_path / "whole", num_mtp_layers=1)
+    cut = make_checkpoint("deepseek_v3", tmp_path / "cut")
+    edited(cut, lambda t: [t.pop(name) for name in list(t) if name.startswith("model.layers.2.")])
+    fields = json.loads((cut / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (cut / "config.json").write_text(json.dumps(fields))
+    assert torch.equal(logits(whole, {"num_hidden_layers": 2}), logits(cut))
 
 
 def test_tied_head_in_the_file_is_passed_over(tmp_path: Path) -> None:

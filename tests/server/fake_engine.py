@@ -50,7 +50,12 @@ class FakeClient:
         self.running: set[str] = set()
         self.closed_early: list[str] = []
         self.aborts: list[tuple[str, bool]] = []
-        self.state = {"last_gen_throughput": 12.5, "cache_hit_rate": 0.25, "num_retracted": 3}
+        self.state: Any = {
+            "last_gen_throughput": 12.5,
+            "cache_hit_rate": 0.25,
+            "num_retracted": 3,
+            "num_retractions_total": 5,
+        }
         self.idle = True
         self.board = Health(True, True, 7, 0.0, 0.0, 0, 0, 0)
 

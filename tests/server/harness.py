@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from moe_engine.engine.frontend import Frontend
+from moe_engine.engine.frontend import Frontend, FrontendSettings
 from moe_engine.server.app import create_app
 from moe_engine.server.serve import bind, serve
 from moe_engine.server.settings import ServerSettings
@@ -22,9 +23,12 @@ TEXT = "Hello world, how are you today?"
 
 
 def make_app(client: FakeClient, **settings: Any) -> Any:
-    options = ServerSettings(**settings)
+    """`settings` of the server and of its front end alike."""
+    names = {item.name for item in dataclasses.fields(FrontendSettings)} & settings.keys()
+    front = FrontendSettings(**{name: settings.pop(name) for name in names})
+    options = ServerSettings(frontend=front, **settings)
     tokenizer = None if options.skip_tokenizer_init else client.tokenizer
-    return create_app(Frontend(client, tokenizer, options.frontend()), client, options)
+    return create_app(Frontend(client, tokenizer, options.frontend), client, options)
 
 
 def talk(client: FakeClient, session: Callable[[httpx.AsyncClient], Awaitable[Any]], **settings: Any) -> Any:

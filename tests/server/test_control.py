@@ -108,12 +108,39 @@ def test_metrics():
     assert values["sglang:inter_token_latency_seconds_count"] == 3 * (tokens - 1)
     assert values["sglang:e2e_request_latency_seconds_count"] == 3
     assert values["sglang:num_running_reqs"] == 3
+    assert values["sglang:num_retracted_reqs"] == 3 and values["sglang:num_retracted_requests_total"] == 5
     assert values["sglang:num_queue_reqs"] == 2
     assert values["sglang:token_usage"] == 0.5
     assert values["sglang:gen_throughput"] == 12.5
     assert values["sglang:cache_hit_rate"] == 0.25
     assert values["sglang:num_aborted_requests_total"] == 0
     assert not any(name.endswith("_created") for name in values)
+
+
+def test_speculation_metrics():
+    """Counts of several ranks add up; without speculation there are none of these."""
+    client = FakeClient()
+    assert "spec_" not in get(client, "/metrics", enable_metrics=True).text
+    ranks: list[dict[str, Any]] = [
+        {"depth": 1, "following": True, "verify_total": 30, "proposed": [30, 10], "accepted": [20, 5]},
+        {"depth": 2, "following": True, "verify_total": 10, "proposed": [10, 10], "accepted": [10, 5]},
+    ]
+    values = {}
+    client.state = {"speculation": ranks[0]}
+    assert "sglang:spec_accept_length{" in get(client, "/metrics", enable_metrics=True).text
+    client.state = [{"speculation": rank} for rank in ranks]
+    for line in get(client, "/metrics", enable_metrics=True).text.splitlines():
+        if line.startswith("sglang:spec_"):
+            name, value = line.rsplit(" ", 1)
+            position = name.split('position="')[1][0] if "position=" in name else ""
+            values[name.split("{")[0].removeprefix("sglang:spec_") + position] = float(value)
+    assert values == {
+        "accept_length": 2.0,  # 40 steps, 40 drafts accepted
+        "accept_rate": pytest.approx(40 / 60),
+        "num_steps": 2,
+        "position_accept_rate1": 0.75,
+        "position_accept_rate2": 0.5,
+    }
 
 
 def test_probes_and_unlogged_requests_do_not_count():

@@ -9,7 +9,7 @@ import pytest
 
 from moe_engine.engine.frontend import Frontend, FrontendSettings
 from moe_engine.engine.generate_input import GenerateInput
-from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import TEXT
 
@@ -194,6 +194,9 @@ def test_engine_death_and_refusal():
     with pytest.raises(InputError, match="queue is full") as info:
         generate(client, text="a")
     assert info.value.status == 503
+    client.refuse = {"type": "abort", "message": "logits are not finite", "status_code": 500}
+    with pytest.raises(GenerationError, match="not finite"):  # not the request's fault
+        generate(client, text="a")
     client.refuse = {"type": "abort", "message": "Aborted", "status_code": None}
     assert generate(client, text="a")["meta_info"]["finish_reason"]["type"] == "abort"
 

@@ -139,6 +139,11 @@ def test_native_stream_error_event():
     response = post(client, "/generate", {"text": "x", "stream": True})
     assert response.status_code == 503
     assert response.json()["error"]["message"] == "queue is full"
+    client.refuse = {"type": "abort", "message": "logits are not finite", "status_code": 500}
+    response = post(client, "/generate", {"text": "x"})
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert (error["type"], error["message"]) == ("InternalServerError", "logits are not finite")
 
 
 @pytest.mark.parametrize(

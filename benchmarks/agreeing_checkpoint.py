@@ -1,0 +1,143 @@
+"""A checkpoint whose MTP drafts agree with the model at a chosen rate: ``python -m benchmarks.agreeing_checkpoint``.
+
+Random weights draft nothing that a random model would say, and trained ones agree as often as they happen to. For
+measuring at an acceptance rate of one's choice, this writes the V3-shaped checkpoint of `checkpoints` with one MTP
+layer and four changes. Every weight stays dense and random in size, so bytes and arithmetic are those of any checkpoint
+of the shape.
+
+1. What attention and feed-forward add to the residual stream is small: the last hidden state is nearly the embedding of
+   the last token. All embeddings have the same length.
+2. The ordinary tokens form one random cycle. The head's row of a token is the embedding of the token before it in the
+   cycle, its second half doubled; so greedy decoding walks the cycle, and never comes to a special token.
+3. For some tokens, the spoiled ones, the first halves of these rows are exchanged among themselves. The model goes by
+   the doubled second half and answers as before.
+4. The MTP layer's eh_proj passes the embedding of the next token on, its second half weakened to a quarter: right for
+   all tokens but the spoiled, for which the row with the exchanged half wins and the right token comes second.
+
+Whether a draft is right thus depends on the token it follows alone: the rate holds at every position of a chain. It is
+the share of tokens that are not spoiled; see `mtp_agreement` for the measured one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.checkpoints import (
+    LOGIT_SPREAD,
+    SHAPES,
+    SPECIAL_TOKENS,
+    ensure_checkpoint,
+    parse_overrides,
+    random_shards,
+    write_once,
+)
+
+AGREEMENT_FIELD = "mtp_agreement"
+"""The field of config.json that says the rate; no loader looks at it."""
+_BRANCH_GAIN = 1 / 64
+_SECOND_HALF_GAIN = 2.0
+_PASSED_SECOND_HALF = 0.25
+_PROJECTION_NOISE = 0.1
+_SPECIAL_GAIN = 0.25
+
+
+def ensure_agreeing_checkpoint(
+    agreement: float = 0.8,
+    shape: str = "moe-390m",
+    directory: str | Path | None = None,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """The directory of the checkpoint, written first if it is not there.
+
+    Args:
+        agreement: share of drafts, at each position of a chain, that are what the model says; 0 to 1.
+        shape, directory, seed, overrides: as in `checkpoints.ensure_checkpoint`; a shape with MTP layers.
+
+    Raises:
+        ValueError: an agreement out of range, a dense shape, or `directory` holds another checkpoint.
+    """
+    if not 0 <= agreement <= 1:
+        raise ValueError(f"agreement {agreement}: choose 0 to 1")
+    if "kv_lora_rank" not in SHAPES[shape]:
+        raise ValueError(f"{shape} has no MTP layers; choose one of the moe shapes")
+    config = SHAPES[shape] | {"num_nextn_predict_layers": 1} | overrides | {AGREEMENT_FIELD: agreement}
+    return write_once(f"{shape}-agreeing-{agreement:g}", config, directory, seed, agreeing_shards)
+
+
+def agreeing_shards(config: dict[str, Any], seed: int) -> Iterator[dict[str, Tensor]]:
+    """`checkpoints.random_shards` with the four changes."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding = head = torch.empty(0)
+    for tensors in random_shards(config, seed):
+        for name, tensor in tensors.items():
+            if name.endswith((".o_proj.weight", ".down_proj.weight")):
+                tensor.mul_(_BRANCH_GAIN)
+            elif name.endswith(".eh_proj.weight"):
+                pass_embedding(tensor)
+            elif name == "model.embed_tokens.weight":
+                embedding = level_halves(tensor)
+            elif name == "lm_head.weight":
+                head = tensor
+                fill_head(head, embedding, config[AGREEMENT_FIELD], generator)
+        yield tensors
+
+
+def level_halves(embedding: Tensor) -> Tensor:
+    """embedding [V, D], in place: both halves of every row get a mean square of 1, so that no token is a weak one."""
+    halves = embedding.view(len(embedding), 2, -1)
+    halves /= halves.float().square().mean(dim=2, keepdim=True).sqrt()
+    return embedding
+
+
+def fill_head(head: Tensor, embedding: Tensor, agreement: float, generator: torch.Generator) -> None:
+    """head, embedding [V, D]: rows of ordinary tokens as said above; special tokens keep theirs, too small to win."""
+    special = len(SPECIAL_TOKENS)
+    cycle = special + torch.randperm(head.shape[0] - special, generator=generator)
+    half, gain = head.shape[1] // 2, LOGIT_SPREAD * head.shape[1] ** -0.5
+    spoiled = cycle[torch.randperm(len(cycle), generator=generator)][round(agreement * len(cycle)) :]
+    decoy = torch.arange(head.shape[0])
+    decoy[spoiled] = spoiled.roll(1)
+    following = cycle.roll(-1)
+    head[following, :half] = gain * embedding[decoy[cycle], :half]
+    head[following, half:] = gain * _SECOND_HALF_GAIN * embedding[cycle, half:]
+    head[:special] *= _SPECIAL_GAIN
+
+
+def pass_embedding(eh_proj: Tensor) -> None:
+    """eh_proj [D, 2D], random: most of it becomes noise beside the diagonal that passes the embedding on."""
+    size = eh_proj.shape[0]
+    passed = torch.ones(size)
+    passed[size // 2 :] = _PASSED_SECOND_HALF
+    eh_proj.mul_(_PROJECTION_NOISE)
+    eh_proj[:, :size].diagonal().add_(passed)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.agreeing_checkpoint", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(s for s in SHAPES if "moe" in s))
+    parser.add_argument("--agreement", type=float, default=0.8, help="share of drafts that are right (default: 0.8)")
+    parser.add_argument("--random", action="store_true", help="ordinary random weights instead: no draft is right")
+    parser.add_argument("--directory", help="where to write it (default: the cache)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="changes to config.json")
+    args = parser.parse_args(argv)
+    overrides = parse_overrides(args.set)
+    if args.random:
+        layers = {"num_nextn_predict_layers": 1} | overrides
+        print(ensure_checkpoint(args.shape, args.directory, args.seed, **layers))
+    else:
+        print(ensure_agreeing_checkpoint(args.agreement, args.shape, args.directory, args.seed, **overrides))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

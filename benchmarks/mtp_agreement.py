@@ -1,0 +1,153 @@
+"""How often a checkpoint's MTP drafts are what the model says next: ``python -m benchmarks.mtp_agreement PATH``.
+
+Model and MTP layer run by hand over a batch of equally long sequences, without engine and scheduler: after every greedy
+token the first MTP layer drafts a chain, each draft from the state of the one before. Printed is, for each position of
+the chain, the share of drafts that are right among those whose predecessors all are; and what a step of speculative
+decoding would gain from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.checkpoints import SPECIAL_TOKENS
+from moe_engine.kernels import backends as kernels
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.device import Need, cpu_device
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import activation_dtype, load_model_config
+from moe_engine.models.loader import load_model, load_mtp
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of `drafts` chains: `rates[j]` is the share of right ones at position j among those right before j."""
+
+    drafts: int
+    rates: list[float]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The model's own token and the drafts accepted with it, on average."""
+        accepted, reached = 1.0, 1.0
+        for rate in self.rates:
+            reached *= rate
+            accepted += reached
+        return accepted
+
+
+@torch.no_grad()
+def measure(
+    path: str | Path, chain: int = 4, sequences: int = 16, prompt_len: int = 16, num_tokens: int = 64, seed: int = 0
+) -> Agreement:
+    """Drafts `chain` tokens behind each of `num_tokens` greedy tokens of random prompts.
+
+    Raises:
+        ConfigError: the checkpoint has no MTP layers. CheckpointError: it cannot be read.
+    """
+    lockstep = Lockstep(path, sequences, prompt_len + num_tokens + chain + 1)
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = lockstep.config.vocab_size
+    prompts = torch.randint(len(SPECIAL_TOKENS), vocab_size, (sequences, prompt_len), generator=generator)
+    said, state = lockstep.advance(prompts)
+    answers, drafted = [said], []
+    for _ in range(num_tokens):
+        drafted.append(lockstep.draft(state, chain))
+        said, state = lockstep.advance(said)
+        answers.append(said)
+    answer, drafts = torch.cat(answers, dim=1), torch.stack(drafted[: num_tokens + 1 - chain])  # [B, N+1], [n, B, K]
+    right = drafts == torch.stack([answer[:, i + 1 : i + 1 + chain] for i in range(len(drafts))])
+    reached = right.cumprod(dim=2).flatten(0, 1).sum(dim=0).tolist()
+    rates = [now / max(before, 1) for now, before in zip(reached, [right[..., 0].numel(), *reached])]
+    return Agreement(right[..., 0].numel(), rates)
+
+
+class Lockstep:
+    """A model and its MTP layers over B sequences of the same length, each with its stretch of the KV pool."""
+
+    def __init__(self, path: str | Path, sequences: int, max_len: int) -> None:
+        self.config = config = load_model_config(path)
+        name = activation_dtype(config)
+        need = Need(dtype=name, attention=config.attention.kind)
+        self._backends = kernels.build(kernels.choose(cpu_device(), need))
+        self._model = load_model(path, config, name, "cpu", self._backends, max_positions=max_len)
+        self._mtp = load_mtp(path, config, self._model, name, "cpu")
+        slots = sequences * max_len
+        width, layers = config.attention.cache_width, config.num_layers + self._mtp.num_layers
+        self._kv = [torch.zeros(slots, width, dtype=getattr(torch, name)) for _ in range(layers)]
+        self._slots = torch.arange(slots, dtype=torch.int32).view(sequences, max_len)
+        self._length = 0
+
+    def advance(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids [B, n], the next tokens -> the greedy token after them [B, 1], and the MTP state there [B, D]."""
+        batch = self._batch(ids, self._length)
+        self._length += ids.shape[1]
+        hidden = self._model.forward(batch)
+        said = self._best(hidden.view(*ids.shape, -1)[:, -1])
+        following = torch.cat((ids[:, 1:], said), dim=1)
+        state = self._mtp.forward(0, following.flatten(), hidden, batch)
+        return said, state.view(*ids.shape, -1)[:, -1]
+
+    def draft(self, state: Tensor, count: int) -> Tensor:
+        """[B, count]: a chain from the last state. The cache behind the sequences is written over later."""
+        drafts = [self._best(state)]
+        for position in range(self._length, self._length + count - 1):
+            batch = self._batch(drafts[-1], position)
+            state = self._mtp.forward(0, batch.input_ids, state, batch)
+            drafts.append(self._best(state))
+        return torch.cat(drafts, dim=1)
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden.contiguous()).argmax(dim=-1, keepdim=True)
+
+    def _batch(self, ids: Tensor, start: int) -> ForwardBatch:
+        count, length = ids.shape
+        stop = start + length
+        queries = PagedQueries(
+            query_lens=[length] * count,
+            context_lens=[stop] * count,
+            rows=torch.arange(count, dtype=torch.int32),
+            query_starts=torch.arange(count + 1, dtype=torch.int32) * length,
+            context_lens_device=torch.full((count,), stop, dtype=torch.int32),
+            slot_table=self._slots,
+            page_size=1,
+        )
+        attention = AttentionBatch(queries, None) if length == 1 else AttentionBatch(None, queries)
+        plan: Any = self._backends.attention.plan(attention)
+        return ForwardBatch(
+            input_ids=ids.flatten(),
+            positions=torch.arange(start, stop).repeat(count),
+            slots=self._slots[:, start:stop].flatten().long(),
+            logits_rows=torch.arange(count) * length + length - 1,
+            attention=attention,
+            attention_plan=plan,
+            kv=self._kv,
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mtp_agreement", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("path", help="a checkpoint directory with MTP layers")
+    parser.add_argument("--chain", type=int, default=4, help="drafts behind each token")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--prompt-len", type=int, default=16, help="random tokens at the start of each")
+    parser.add_argument("--num-tokens", type=int, default=64, help="greedy tokens of each")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    found = measure(args.path, args.chain, args.sequences, args.prompt_len, args.num_tokens, args.seed)
+    for position, rate in enumerate(found.rates, 1):
+        print(f"draft {position}: {rate:.3f}")
+    print(f"tokens per step: {found.tokens_per_step:.2f}  ({found.drafts} chains)")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""The weight files of a checkpoint as their headers describe them: no tensor data is read, no torch imported.
+
+safetensors: 8 bytes little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), then the data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_engine.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+ELEMENT_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Dtypes that this engine knows, by the format's names."""
+
+_MAX_HEADER = 100 << 20
+
+
+class TensorHeader(NamedTuple):
+    """What a header says of a tensor; `start` and `stop` are bytes from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    path: Path
+    tensors: dict[str, TensorHeader]
+
+
+def read_checkpoint(directory: Path) -> dict[str, WeightFile]:
+    """Tensor name -> the file that holds it; empty where the directory has no safetensors files.
+
+    Raises:
+        CheckpointError: a file that the index names is missing, or a file is truncated, damaged or not what the index
+            says.
+    """
+    index = directory / INDEX_FILE
+    if index.is_file():
+        return _read_indexed(directory, index)
+    single = directory / "model.safetensors"
+    files: dict[str, WeightFile] = {}
+    for path in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
+        file = WeightFile(path, read_header(path))
+        files |= dict.fromkeys(file.tensors, file)
+    return files
+
+
+def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: broken index ({error!r}); download it again") from None
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"{index}: {missing[0]}{more} of {len(names)} weight files missing in {directory}; download the checkpoint "
+            "again, or use --load-format dummy"
+        )
+    files = {name: WeightFile(directory / name, read_header(directory / name)) for name in names}
+    for tensor, name in weight_map.items():
+        if tensor not in files[name].tensors:
+            raise CheckpointError(f"{index}: says that {tensor} is in {name}, but that file does not hold it")
+    return {tensor: files[name] for tensor, name in weight_map.items()}
+
+
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """The tensors of one file. Raises CheckpointError: unreadable, truncated, no safetensors, or a broken header."""
+    try:
+        file_size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > file_size:
+                raise CheckpointError(
+                    f"{path}: truncated or not a safetensors file (header of {length} bytes, file of {file_size}); "
+                    "download it again"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download the checkpoint again") from None
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = {name: _tensor(item, 8 + length) for name, item in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: broken safetensors header ({error}); download it again") from None
+    for name, tensor in tensors.items():
+        if tensor.stop > file_size:
+            raise CheckpointError(
+                f"{path}: truncated: tensor {name} ends at byte {tensor.stop}, the file has {file_size}; "
+                "download it again"
+            )
+    return tensors
+
+
+def _tensor(item: dict[str, Any], base: int) -> TensorHeader:
+    dtype, shape = item["dtype"], tuple(item["shape"])
+    if dtype not in ELEMENT_BYTES:
+        raise ValueError(f"dtype {dtype} is not supported")
+    start, stop = item["data_offsets"]
+    if stop - start != prod(shape) * ELEMENT_BYTES[dtype]:
+        raise ValueError(f"shape {list(shape)} does not fill {stop - start} bytes")
+    return TensorHeader(dtype, shape, base + start, base + stop)

@@ -1,0 +1,100 @@
+"""Multi-token prediction: the layers behind the last one of DeepSeek V3 that draft the tokens to come.
+
+Legend: T tokens, S rows, D hidden, V vocabulary, M MTP layers.
+
+Layer j takes the hidden state at position i (the main model's after its final norm, or what the step of drafting before
+it gave) and the token that follows, and predicts the token after that one (DeepSeek-V3 report, arXiv 2412.19437):
+
+    z = eh_proj([enorm(embedding(token i+1)) | hnorm(hidden i)])      the embedding comes first
+    v = shared_head.norm(decoder_layer(z))                            logits for token i+2: head(v)
+
+Drafting further, v is the next hidden: v is normed as the main model's hidden states are, so the two look alike.
+Embedding, head and rotary table are the main model's own; the checkpoint's copies of the first two are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.footprint import held_bytes
+from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.weights import WeightSource
+
+
+@runtime_checkable
+class HasMTPLayers(Protocol):
+    """A `Model` whose checkpoints may hold MTP layers; see `models.loader.load_mtp`."""
+
+    def make_mtp(self, reader: WeightSource) -> MTPLayers:
+        """Loads the layers that config.json's num_nextn_predict_layers counts."""
+
+
+class MTPLayers:
+    """The M MTP layers of a checkpoint, on the embedding and the head of the `model` they belong to.
+
+    Their caches follow the model's: ``batch.kv[i] for i in kv_layers``, of the same kind.
+    """
+
+    def __init__(self, model: Decoder, reader: WeightSource) -> None:
+        first, count = model.config.num_layers, model.config.num_nextn_predict_layers
+        self.kv_layers = range(first, first + count)
+        self._model = model
+        self._layers = [MTPLayer(model, index, reader) for index in self.kv_layers]
+        self.weight_bytes = held_bytes(self, shared=model)
+        """What the layers take beyond the model, as the kernels keep them."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def forward(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """One step of one layer, over any tokens that a step of the main model could have.
+
+        Args:
+            layer: 0 <= layer < M.
+            input_ids: [T] int64, the token that follows each hidden state (`batch.input_ids` is not looked at).
+            hidden: [T, D], not changed.
+            batch: positions and slots of the hidden states; its attention sees what this layer wrote before.
+
+        Returns:
+            v [T, D]: for `logits`, and the hidden for drafting further.
+        """
+        model = self._model
+        args = model.attention_args(batch)
+        return self._layers[layer].forward(model.embedding(input_ids), hidden, *args)
+
+    def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
+        """Only writes the cache of a layer, for tokens whose v nobody needs. Arguments as `forward`'s."""
+        self._layers[layer].remember(self._model.embedding(input_ids), hidden, batch)
+
+    def logits(self, v: Tensor) -> Tensor:
+        """v [S, D] -> [S, V] float32, by the model's head."""
+        return self._model.logits(v)
+
+
+class MTPLayer:
+    """embedding [T, D] of the next tokens, hidden [T, D] -> v [T, D]."""
+
+    def __init__(self, model: Decoder, layer_index: int, reader: WeightSource) -> None:
+        name, size = f"model.layers.{layer_index}", model.config.hidden_size
+        self._embedding_norm = model.make_norm(reader, f"{name}.enorm")
+        self._hidden_norm = model.make_norm(reader, f"{name}.hnorm")
+        self._project = load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
+        self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
+        self._decoder = model.make_layer(layer_index, reader, model.make_norm(reader, f"{name}.shared_head.norm"))
+
+    def forward(self, embedding: Tensor, hidden: Tensor, *attention_args: Any) -> Tensor:
+        residual = self._join(embedding, hidden)
+        return self._decoder.forward(self._input_norm(residual), residual, *attention_args)
+
+    def remember(self, embedding: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
+        self._decoder.attention.remember(self._input_norm(self._join(embedding, hidden)), batch)
+
+    def _join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        both = torch.cat((self._embedding_norm(embedding), self._hidden_norm(hidden)), dim=-1)  # [T, 2D]
+        return self._project(both)

@@ -1,0 +1,211 @@
+"""Which tensors a checkpoint must hold, with names and shapes: the one table behind sizes and the header check.
+
+Legend: D hidden, H heads, N qk_nope, R rotary, V v_head, C kv_lora_rank, Q q_lora_rank, I widths, E experts.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+FP8 = ("F8_E4M3", "F8_E5M2")
+SCALES = ("F32", "BF16", "F8_E8M0", "U8")
+"""Dtypes of safetensors: of plain tensors, of block-FP8 weights, of their scales (U8 holds E8M0 bytes)."""
+
+EMBEDDING = "model.embed_tokens.weight"
+_LAYERS = "model.layers."
+_ROTARY = "rotary_emb.inv_freq"
+
+
+class Kind(enum.Enum):
+    """How a tensor is stored and held: LINEAR weights may be block FP8, WIDE ones are held in float32."""
+
+    LINEAR = "linear"
+    PLAIN = "plain"
+    WIDE = "wide"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor, or those of all routed experts: then ``*`` in the name stands for 0 to `copies` - 1."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind = Kind.LINEAR
+    copies: int = 1
+
+    @property
+    def num_elements(self) -> int:
+        """Of one copy."""
+        return prod(self.shape)
+
+    def names(self) -> Iterator[str]:
+        if "*" not in self.name:
+            yield self.name
+            return
+        before, after = self.name.split("*")
+        yield from (f"{before}{i}{after}" for i in range(self.copies))
+
+    def within(self, prefix: str) -> TensorSpec:
+        return dataclasses.replace(self, name=f"{prefix}.{self.name}")
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls its mixture-of-experts block and the projections of an expert."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}
+"""By architecture; the others have the default's."""
+
+
+def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[TensorSpec]:
+    """Every tensor that a model of a built-in architecture asks for; those of its MTP layers too when asked."""
+    table = (config.vocab_size, config.hidden_size)
+    yield TensorSpec(EMBEDDING, table, Kind.PLAIN)
+    yield _norm("model.norm", config.hidden_size)
+    if not config.tie_word_embeddings:
+        yield TensorSpec("lm_head.weight", table)
+    for i, is_moe in enumerate(config.moe_layers):
+        yield from (spec.within(f"{_LAYERS}{i}") for spec in layer_tensors(config, is_moe))
+    if include_mtp:
+        for i in range(config.num_layers, config.num_layers + config.num_nextn_predict_layers):
+            yield from (spec.within(f"{_LAYERS}{i}") for spec in mtp_tensors(config))
+
+
+def layer_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
+    """Those of one decoder layer, named from the layer on."""
+    yield _norm("input_layernorm", config.hidden_size)
+    yield from attention_tensors(config)
+    yield _norm("post_attention_layernorm", config.hidden_size)
+    yield from feed_forward_tensors(config, is_moe)
+
+
+def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Those of an MTP layer; its copies of embedding and head are not asked for."""
+    hidden = config.hidden_size
+    yield from (_norm(name, hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
+    yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
+    yield from layer_tensors(config, config.is_moe)
+
+
+def attention_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Projections, biases and inner norms of one attention layer."""
+    attention, hidden = config.attention, config.hidden_size
+    found = _mla(attention, hidden) if attention.kind == "mla" else _gqa(attention, hidden)  # type: ignore[arg-type]
+    return (spec.within("self_attn") for spec in found)
+
+
+def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
+    query = a.num_heads * a.qk_head_dim
+    if a.q_lora_rank is None:
+        yield from _linear("q_proj", query, hidden)
+    else:
+        yield from _linear("q_a_proj", a.q_lora_rank, hidden, a.bias)
+        yield _norm("q_a_layernorm", a.q_lora_rank)
+        yield from _linear("q_b_proj", query, a.q_lora_rank)
+    yield from _linear("kv_a_proj_with_mqa", a.cache_width, hidden, a.bias)
+    yield _norm("kv_a_layernorm", a.kv_lora_rank)
+    yield from _linear("kv_b_proj", a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
+    yield from _linear("o_proj", hidden, a.num_heads * a.v_head_dim, a.bias)
+
+
+def _gqa(a: GQAConfig, hidden: int) -> Iterator[TensorSpec]:
+    query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+        yield from _linear(name, rows, hidden, a.qkv_bias)
+    yield from _linear("o_proj", hidden, query, a.o_bias)
+    if a.qk_norm:
+        yield from (_norm(name, a.head_dim) for name in ("q_norm", "k_norm"))
+
+
+def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
+    """The dense MLP of a layer, or its router, experts and shared expert."""
+    hidden, moe = config.hidden_size, config.moe
+    if not is_moe or moe is None:
+        yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias)
+        return
+    names = EXPERT_NAMES.get(config.architecture, ExpertNames())
+    gate = f"{names.block}.gate"
+    yield TensorSpec(f"{gate}.weight", (moe.num_experts, hidden), Kind.WIDE)
+    if moe.has_bias:
+        yield TensorSpec(f"{gate}.e_score_correction_bias", (moe.num_experts,), Kind.WIDE)
+    for name, shape in (
+        (names.gate, (moe.width, hidden)),
+        (names.up, (moe.width, hidden)),
+        (names.down, (hidden, moe.width)),
+    ):
+        yield TensorSpec(f"{names.block}.experts.*.{name}.weight", shape, copies=moe.num_experts)
+    if moe.shared_width:
+        yield from _mlp(f"{names.block}.shared_experts", hidden, moe.shared_width)
+
+
+def _mlp(prefix: str, hidden: int, width: int, bias: bool = False) -> Iterator[TensorSpec]:
+    for name, rows, cols in (("gate_proj", width, hidden), ("up_proj", width, hidden), ("down_proj", hidden, width)):
+        yield from _linear(f"{prefix}.{name}", rows, cols, bias)
+
+
+def _linear(prefix: str, rows: int, cols: int, bias: bool = False) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{prefix}.weight", (rows, cols))
+    if bias:
+        yield TensorSpec(f"{prefix}.bias", (rows,), Kind.PLAIN)
+
+
+def _norm(prefix: str, width: int) -> TensorSpec:
+    return TensorSpec(f"{prefix}.weight", (width,), Kind.WIDE)
+
+
+def scale_of(name: str, names: Collection[str]) -> str | None:
+    """The scale grid beside a block-FP8 weight, as either dialect spells it; None where there is none."""
+    spellings = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
+    return next((scale for scale in spellings if scale in names), None)
+
+
+# -- tensors that need not be asked for
+
+
+def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Those of a checkpoint's tensors that no layer of the model needs.
+
+    Rotary frequencies; a head that is tied to the embedding; multi-token-prediction layers, which have an index >=
+    num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); and the layers that an
+    override of num_hidden_layers cuts off.
+    """
+    mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
+    unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
+    return {
+        name
+        for name in names
+        if layer_index(name) in unread
+        or name.endswith(_ROTARY)
+        or (config.tie_word_embeddings and name.startswith("lm_head."))
+    }
+
+
+def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Those of a checkpoint's tensors that no MTP layer needs: the model's, and copies of embedding and head."""
+    mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
+    unread = (_ROTARY, ".embed_tokens.weight", ".shared_head.head.weight")
+    return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}
+
+
+def layer_index(name: str) -> int:
+    """``model.layers.3.mlp...`` -> 3; -1 for tensors of no layer."""
+    if not name.startswith(_LAYERS):
+        return -1
+    part = name[len(_LAYERS) :].partition(".")[0]
+    return int(part) if part.isdigit() else -1

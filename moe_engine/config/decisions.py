@@ -1,0 +1,32 @@
+"""What was decided for the user while the configuration was resolved, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A value that the user left open (or spelled loosely), what it became, and why."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+class Record:
+    """Collects decisions while values are chosen, and remarks that a start logs."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+        self.remarks: list[str] = []
+
+    def note(self, name: str, value: T, reason: str) -> T:
+        self.decisions.append(Decision(name, value, reason))
+        return value
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)

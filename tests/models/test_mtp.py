@@ -1,0 +1,191 @@
+"""MTP layers equal transformers' own on random tiny checkpoints: whole, in chunks, token by token, drafting further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import load_model_config
+from moe_engine.models.loader import load_mtp
+from tests.models import stepper
+from tests.models.checkpoints import dequantised_copy, make_checkpoint
+from tests.models.rows import all_rows
+from tests.models.stepper import Chunk, make_kv
+from tests.models.test_parity import FP8_DIMS, assert_close
+
+PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
+every_row = pytest.mark.parametrize("row", all_rows())
+MakeOracle = Callable[..., "Oracle"]
+
+
+class Oracle:
+    """transformers' model and MTP layers over a checkpoint, and a random sequence of `PROMPT_LENGTH` + 1 tokens."""
+
+    def __init__(self, path: Path, plain: Path, seed: int) -> None:
+        import transformers
+        from transformers.modeling_layers import MtpModel
+
+        transformers.utils.logging.disable_progress_bar()
+        family = transformers.DeepseekV3ForCausalLM
+        self.path = path
+        first = load_model_config(path).num_layers
+        with pytest.MonkeyPatch.context() as patch:
+            # by this transformers tells MTP layers from others: it knows of V3's layer 61 only
+            patch.setattr(family, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.({first}|{first + 1})\..*"])
+            self._model = family.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+            self._mtp = MtpModel.from_pretrained(self._model)
+        generator = torch.Generator().manual_seed(seed + 7)
+        self.tokens = torch.randint(0, 256, (PROMPT_LENGTH + 1,), generator=generator).tolist()
+        with torch.no_grad():
+            self.hidden = self._model.model(torch.tensor([self.tokens[:-1]])).last_hidden_state[0]  # [T, D]
+
+    @torch.no_grad()
+    def layer(self, index: int, next_ids: list[int], hidden: Tensor) -> Tensor:
+        """v [T, D] of a sequence from its start, without a cache."""
+        positions = torch.arange(len(next_ids)).unsqueeze(0)
+        ids = torch.tensor([next_ids])
+        return self._mtp.forward_layer(index, hidden.unsqueeze(0), positions, None, input_ids=ids)[0]
+
+    @torch.no_grad()
+    def logits(self, v: Tensor) -> Tensor:
+        return self._model.lm_head(v)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
+    """oracle(num_mtp_layers=1, **checkpoint options) -> Oracle, cached by its arguments."""
+    made: dict[str, Oracle] = {}
+
+    def make(num_mtp_layers: int = 1, **options: Any) -> Oracle:
+        key = repr((num_mtp_layers, sorted(options.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("mtp")
+            path = make_checkpoint("deepseek_v3", folder / "own", 3, num_mtp_layers=num_mtp_layers, **options)
+            plain = dequantised_copy(path, folder / "plain") if options.get("fp8") else path
+            made[key] = Oracle(path, plain, seed=len(made))
+        return made[key]
+
+    return make
+
+
+class Drafter:
+    """A model and its MTP layers over one KV pool."""
+
+    def __init__(self, path: Path, row: str = "torch", dtype: str = "float32", **options: Any) -> None:
+        self.main = stepper.load(path, row, dtype, **options)
+        self.config = self.main.config
+        self.mtp = load_mtp(path, self.config, self.main.model, dtype, "cpu", options.get("load_format", "auto"))
+        more = replace(self.config, num_layers=self.mtp.num_layers)
+        self.main.kv += make_kv(more, self.main.kv[0].shape[0], getattr(torch, dtype))
+
+    def batch(self, tokens: list[int], decode: bool = False, sequence: int = 0) -> ForwardBatch:
+        return self.main.batch([Chunk(sequence, tokens, decode)])
+
+    def step(self, tokens: list[int], start: int, stop: int, decode: bool = False, sequence: int = 0) -> Tensor:
+        """Runs the model and the first MTP layer over tokens[start:stop]; returns v."""
+        batch = self.batch(tokens[start:stop], decode, sequence)
+        return self.draft(batch, tokens[start + 1 : stop + 1], self.main.model.forward(batch))
+
+    def draft(self, batch: ForwardBatch, next_ids: list[int], hidden: Tensor, layer: int = 0) -> Tensor:
+        before = hidden.clone()
+        v = self.mtp.forward(layer, torch.tensor(next_ids), hidden, batch)
+        assert torch.equal(hidden, before), "the hidden states were changed"
+        return v
+
+
+def check(drafter: Drafter, want: Oracle, v: Tensor, expected: Tensor) -> None:
+    assert_close(v, expected)
+    assert_close(drafter.mtp.logits(v), want.logits(expected))
+
+
+@every_row
+def test_whole_prompt(oracle: MakeOracle, row: str) -> None:
+    want = oracle()
+    drafter = Drafter(want.path, row)
+    v = drafter.step(want.tokens, 0, PROMPT_LENGTH)
+    check(drafter, want, v, want.layer(0, want.tokens[1:], want.hidden))
+
+
+@every_row
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_chunks_then_decode(oracle: MakeOracle, row: str, page_size: int) -> None:
+    """Chunks of other sizes, single tokens, several tokens at once as after a verification; a neighbour in between."""
+    want = oracle()
+    tokens, drafter = want.tokens, Drafter(want.path, row, page_size=page_size, seed=1, max_expanded_tokens=60)
+    got = []
+    for start, stop, decode in ((0, 37, False), (37, 60, False), *((i, i + 1, True) for i in range(60, 75))):
+        got.append(drafter.step(tokens, start, stop, decode))
+        drafter.step(tokens[::-1], stop, stop + 2, sequence=1)
+    got += [drafter.step(tokens, 75, 80, True), drafter.step(tokens, 80, PROMPT_LENGTH)]
+    check(drafter, want, torch.cat(got), want.layer(0, tokens[1:], want.hidden))
+
+
+@every_row
+def test_drafting_further_and_back(oracle: MakeOracle, row: str) -> None:
+    """v is the next hidden; what drafting wrote behind the sequence is overwritten when the model has caught up."""
+    want = oracle()
+    tokens, drafter = want.tokens, Drafter(want.path, row, seed=2)
+    expected = want.layer(0, tokens[1:], want.hidden)
+    got = [drafter.step(tokens, 0, 70)]
+    for start, stop in ((70, 71), (71, 74), (74, PROMPT_LENGTH)):
+        drafts = torch.randint(0, 256, (4,), generator=torch.Generator().manual_seed(start)).tolist()
+        hidden, next_ids, v = want.hidden[:start], tokens[1 : start + 1], got[-1][-1:]
+        for draft in drafts:
+            hidden = torch.cat((hidden, want.layer(0, next_ids, hidden)[-1:]))
+            next_ids = [*next_ids, draft]
+            v = drafter.draft(drafter.batch([draft], decode=True), [draft], v)
+            check(drafter, want, v, want.layer(0, next_ids, hidden)[-1:])
+        drafter.main.lengths[0] = start
+        got.append(drafter.step(tokens, start, stop, decode=True))
+    check(drafter, want, torch.cat(got), expected)
+
+
+@every_row
+def test_second_layer(oracle: MakeOracle, row: str) -> None:
+    """Layer 1 takes what layer 0 gives and the token after the next; each has a cache of its own."""
+    want = oracle(num_mtp_layers=2)
+    tokens, drafter = want.tokens, Drafter(want.path, row, seed=3)
+    assert list(drafter.mtp.kv_layers) == [3, 4] and drafter.mtp.num_layers == 2
+    first = want.layer(0, tokens[1:-1], want.hidden[:-1])
+    got = []
+    for start, stop, decode in ((0, 50, False), (50, 51, True), (51, PROMPT_LENGTH - 1, False)):
+        batch = drafter.batch(tokens[start:stop], decode)
+        v = drafter.draft(batch, tokens[start + 1 : stop + 1], drafter.main.model.forward(batch))
+        assert_close(v, first[start:stop])
+        got.append(drafter.draft(batch, tokens[start + 2 : stop + 2], v, layer=1))
+    check(drafter, want, torch.cat(got), want.layer(1, tokens[2:], first))
+
+
+@every_row
+def test_fp8_blocks(oracle: MakeOracle, row: str) -> None:
+    want = oracle(fp8=True, max_shard_bytes=150_000, **FP8_DIMS)
+    drafter = Drafter(want.path, row)
+    v = torch.cat((drafter.step(want.tokens, 0, 70), drafter.step(want.tokens, 70, PROMPT_LENGTH, decode=True)))
+    check(drafter, want, v, want.layer(0, want.tokens[1:], want.hidden))
+
+
+@every_row
+def test_bfloat16_stays_near(oracle: MakeOracle, row: str) -> None:
+    want = oracle()
+    drafter = Drafter(want.path, row, "bfloat16")
+    v = torch.cat((drafter.step(want.tokens, 0, 70), drafter.step(want.tokens, 70, PROMPT_LENGTH, decode=True)))
+    expected = want.layer(0, want.tokens[1:], want.hidden)
+    error = (v.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert v.dtype == torch.bfloat16 and error.median() < 0.05
+
+
+@every_row
+def test_empty_step(oracle: MakeOracle, row: str) -> None:
+    """A rank without work still runs its step."""
+    drafter = Drafter(oracle().path, row)
+    batch = drafter.main.batch([])
+    v = drafter.mtp.forward(0, batch.input_ids, drafter.main.model.forward(batch), batch)
+    assert v.shape == (0, drafter.config.hidden_size)
+    assert drafter.mtp.logits(v).shape == (0, drafter.config.vocab_size)
