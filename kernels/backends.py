@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the protocols import torch; choosing does not need it
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.linear.protocol import LinearKernel
     from moe_engine.kernels.ops.protocol import Ops
+    from moe_engine.kernels.sampling.protocol import SamplingKernel
 
 
 @dataclass(frozen=True)
@@ -25,25 +26,33 @@ class Backends:
     linear: LinearKernel
     experts: ExpertsKernel
     attention: MLABackend | GQABackend
+    sampling: SamplingKernel
     choices: tuple[Choice, ...]
 
 
 def choose(device: Device, need: Need, asked: Mapping[str, str] | None = None) -> tuple[Choice, ...]:
-    """Choices for ops, linear, experts, attention, in that order; imports no backend.
+    """Choices for ops, linear, experts, attention, sampling, in that order; imports no backend.
 
     Args:
-        asked: backend name by family (``attention``, ``experts``, ``linear``, ``ops``); missing ones are ``auto``.
+        asked: backend name by family (``attention``, ``experts``, ``linear``, ``ops``, ``sampling``); missing ones are
+            ``auto``.
 
     Raises:
         ValueError: with the reason, when a backend that was asked for cannot run here.
     """
     asked = asked or {}
     attention = tables.MLA if need.attention == "mla" else tables.GQA
-    families = (("ops", tables.OPS), ("linear", tables.LINEAR), ("experts", tables.EXPERTS), ("attention", attention))
+    families = (
+        ("ops", tables.OPS),
+        ("linear", tables.LINEAR),
+        ("experts", tables.EXPERTS),
+        ("attention", attention),
+        ("sampling", tables.SAMPLING),
+    )
     return tuple(select(family, rows, asked.get(family, "auto"), device, need) for family, rows in families)
 
 
 def build(choices: tuple[Choice, ...]) -> Backends:
     """Imports and makes the chosen rows."""
-    ops, linear, experts, attention = (choice.build() for choice in choices)
-    return Backends(ops, linear, experts, attention, choices)
+    ops, linear, experts, attention, sampling = (choice.build() for choice in choices)
+    return Backends(ops, linear, experts, attention, sampling, choices)

@@ -23,6 +23,10 @@ class InputError(MoeEngineError):
         self.status = status
 
 
+class GenerationError(MoeEngineError):
+    """The engine could not compute a request that was right (its logits were NaN); HTTP status 500."""
+
+
 class ConfigError(MoeEngineError):
     """The launch configuration, a model config or a checkpoint is wrong; the message names flag or file and the fix."""
 

@@ -82,6 +82,45 @@ class SamplingParams:
                     )
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Speculative decoding, resolved. Legend: a draft tree has the last token as its root and drafts below it.
+
+    `method` names the drafter: ``nextn`` (the checkpoint's own MTP layers), ``standalone`` (a small model of the same
+    vocabulary) or ``ngram`` (prompt lookup, no weights). `num_steps` is the depth of the tree, `topk` its width (1: a
+    chain), `num_draft_tokens` its nodes with the root, so a chain has `num_steps` + 1. With `auto_depth` the engine
+    chooses the depth of each step between 0 and `num_steps`. Thresholds below 1 accept more than the target's own
+    choice (SGLang's lossy acceptance); 1 is lossless.
+    """
+
+    method: str
+    num_steps: int
+    topk: int = 1
+    num_draft_tokens: int = 0
+    auto_depth: bool = False
+    accept_threshold_single: float = 1.0
+    accept_threshold_acc: float = 1.0
+    draft_model_path: str | None = None
+    ngram_min_match: int = 1
+    ngram_max_match: int = 12
+
+    def __post_init__(self) -> None:
+        if self.topk == 1 or not self.num_draft_tokens:
+            nodes = self.num_steps + 1 if self.topk == 1 else self.num_steps * self.topk + 1
+            object.__setattr__(self, "num_draft_tokens", nodes)
+
+    def num_nodes(self, depth: int) -> int:
+        """Tokens that a request brings to a step with drafts of this depth, the last token included."""
+        if depth == 0 or self.topk == 1:
+            return depth + 1
+        candidates = self.topk + (depth - 1) * self.topk**2
+        return min(self.num_draft_tokens, candidates + 1)
+
+    def num_slots(self, depth: int) -> int:
+        """Slots that such a step needs for the request: the tree, or what the drafter tries on the way to it."""
+        return max(self.num_nodes(depth), max(depth - 1, 0) * self.topk + 1)
+
+
 class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1
@@ -156,7 +195,15 @@ class Request:
     slots: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
-    """Tokens that steps in flight will still append to `output_ids`."""
+    """Tokens that steps in flight will append to `output_ids` at least (a step with drafts may bring more)."""
+    num_maybe: int = 0
+    """Drafts in flight: so many tokens beyond `num_computed` may turn out to be computed too."""
+    followed: bool = True
+    """The drafter has seen all of its tokens that were computed here, so that it can draft for it."""
+    spec_verify_ct: int = 0
+    """Steps that brought drafts for it; `spec_proposed` counts drafts, `spec_accepted[i]` those accepted i at once."""
+    spec_proposed: int = 0
+    spec_accepted: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first scheduled."""
     first_scheduled: float | None = None
@@ -208,13 +255,29 @@ class RowWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """The speculative part of a plan. How many tokens a step in flight will confirm is not known when the next one is
+    planned, so with this part the plan's decodes begin where the worker's own count says (`starts` are the least it can
+    be), at the slots that the row's table names there; the plan's `slots` and `input_ids` are the prompts' alone.
+
+    `depth` levels of drafts are made for the decodes whose count is above 1. `reserved` extends the tables first.
+    With `follow` the drafter takes in the tokens of this step, prompts included.
+    """
+
+    depth: int = 0
+    follow: bool = False
+    reserved: list[RowWrite] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes; may be empty. Lists run over the R requests of the step, decodes first.
 
     Request i computes tokens [starts[i], starts[i] + counts[i]) of row rows[i] and writes their KV to the next
     counts[i] entries of `slots`. The first `num_decodes` requests take their first token from the device (the one last
     sampled for the row); the others' tokens stand in `input_ids`, flat. If samples[i], the last token's logits yield a
-    new token. `finished_rows` may be forgotten by the worker, before `new_rows` are written.
+    new token. `finished_rows` may be forgotten by the worker, before `new_rows` are written. `speculation` changes how
+    decodes are read; see there.
     """
 
     number: int
@@ -228,10 +291,11 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     row_writes: list[RowWrite] = field(default_factory=list)
     finished_rows: list[int] = field(default_factory=list)
+    speculation: Speculation | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.slots)
+        return sum(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,4 +310,7 @@ class StepResult:
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: dict[int, list[TokenLogprob]] | None = None
-
+    seconds: float = 0.0
+    """How long the step took on the device, drafting included."""
+    follow_seconds: float = 0.0
+    """The part of `seconds` in which the drafter took in the step's tokens (`Speculation.follow`)."""

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"errors", "kernels", "parallel"},
     "scheduler": BASE,
     "tokenizer": BASE,
-    "config": {"errors", "kernels", "models", "tokenizer"},
+    "config": BASE | {"kernels", "models", "tokenizer"},
     "worker": BASE | {"kernels", "parallel", "models"},
     "engine": BASE | {"logs", "config", "scheduler", "tokenizer", "worker", "models", "parallel", "kernels"},
     "server": BASE | {"logs", "config", "engine", "tokenizer"},

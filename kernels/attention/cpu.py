@@ -40,6 +40,7 @@ class CpuMLA(_Backend):
         return out
 
     def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
+        queries.refuse_tree("gathered")
         size = cache.element_size()
         out = torch.empty((queries.num_context_tokens, cache.shape[1]), dtype=cache.dtype)
         struct = find(queries, plan)
@@ -49,6 +50,7 @@ class CpuMLA(_Backend):
         return out
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        queries.refuse_tree("expanded")
         q, kv, k_rope = rows(q), rows(kv), rows(k_rope)
         tokens, heads, width = q.shape
         rotary = k_rope.shape[1]

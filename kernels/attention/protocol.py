@@ -4,7 +4,8 @@ Legend: T query tokens, R requests, H query heads, G KV heads, N qk_nope, P rota
 V v_head, Dh head width, S context tokens gathered.
 
 A slot is one token's place in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighbouring
-slots. Query tokens of a request are its last `query_lens[i]` positions; each sees itself and everything before it.
+slots. Query tokens of a request are its last `query_lens[i]` positions; each sees itself and everything before it,
+unless `PagedQueries.visible` draws a tree.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+MAX_TREE_TOKENS = 64
+"""Query tokens of a request where `PagedQueries.visible` is given: one bit each."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,24 @@ class PagedQueries:
     context_lens_device: Tensor  # [R] int32
     slot_table: Tensor  # [max_rows, max_context] int32, shared by all steps
     page_size: int
+    visible: Tensor | None = None
+    """[T] int64, of draft trees: bit b of visible[t] says that query token t sees query token b of its own request. Its
+    own bit is always set, all context before the query tokens is visible. None: each sees those before it."""
+
+    def __post_init__(self) -> None:
+        if self.visible is None:
+            return
+        if max(self.query_lens, default=0) > MAX_TREE_TOKENS:
+            raise ValueError(f"visible has a bit for {MAX_TREE_TOKENS} query tokens, a request has {self.query_lens}")
+        if self.visible.dtype != torch.int64 or self.visible.shape != (self.num_tokens,):
+            raise ValueError(
+                f"visible is {self.visible.dtype} {list(self.visible.shape)}, not int64 [{self.num_tokens}]"
+            )
+
+    def refuse_tree(self, form: str) -> None:
+        """Raises ValueError if these queries are a draft tree, which the `form` of attention does not know."""
+        if self.visible is not None:
+            raise ValueError(f"{form} attention is causal: a draft tree (visible) needs absorbed or paged attention")
 
     @property
     def num_requests(self) -> int:
@@ -74,12 +97,12 @@ class MLABackend(Protocol):
         """
 
     def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
-        """The context of every request, one behind the other: [S, C+P]."""
+        """The context of every request, one behind the other: [S, C+P]. Raises ValueError for a draft tree."""
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         """Varlen attention over expanded keys: q [T, H, N+P], kv [S, H, N+V], k_rope [S, P] -> [T, H, V].
 
-        kv holds a head's keys first, then its values.
+        kv holds a head's keys first, then its values. Raises ValueError for a draft tree.
         """
 
 

@@ -32,16 +32,18 @@ class TorchMLA:
         """As the protocol says; `value_width` is C where the rotary width is not 64."""
         latent = q.shape[-1] - 64 if value_width is None else value_width
         out = q.new_empty(q.shape[0], q.shape[1], latent)
-        for tokens, slots in _requests(queries):
+        for tokens, slots, visible in _requests(queries):
             keys = cache.index_select(0, slots).float().unsqueeze(1)  # [s, 1, C+P]
-            _attend(q[tokens], keys, keys[..., :latent], scale, out[tokens])
+            _attend(q[tokens], keys, keys[..., :latent], scale, out[tokens], visible)
         return out
 
     def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
-        parts = [slots for _, slots in _requests(queries)]
+        queries.refuse_tree("gathered")
+        parts = [slots for _, slots, _ in _requests(queries)]
         return cache.index_select(0, torch.cat(parts)) if parts else cache[:0]
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        queries.refuse_tree("expanded")
         num_heads, nope = q.shape[1], q.shape[2] - k_rope.shape[-1]
         out = q.new_empty(q.shape[0], num_heads, kv.shape[-1] - nope)
         query_start = context_start = 0
@@ -67,23 +69,35 @@ class TorchGQA:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
         out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
-        for tokens, slots in _requests(queries):
+        for tokens, slots, visible in _requests(queries):
             keys = k_cache.index_select(0, slots).float()  # [s, G, Dh]
-            _attend(q[tokens], keys, v_cache.index_select(0, slots).float(), scale, out[tokens])
+            _attend(q[tokens], keys, v_cache.index_select(0, slots).float(), scale, out[tokens], visible)
         return out
 
 
-def _requests(queries: PagedQueries) -> Iterator[tuple[slice, Tensor]]:
-    """Of each request: its query tokens and the slots of its context."""
+def _requests(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Of each request: its query tokens, the slots of its context, its part of `visible`."""
     start = 0
     rows = queries.rows.tolist()
     for row, query_len, context_len in zip(rows, queries.query_lens, queries.context_lens):
-        yield slice(start, start + query_len), queries.slot_table[row, :context_len]
+        tokens = slice(start, start + query_len)
+        visible = None if queries.visible is None else queries.visible[tokens]
+        yield tokens, queries.slot_table[row, :context_len], visible
         start += query_len
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
-    """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V]; causal at the end."""
+def _hidden(queries: range, num_before: int, num_keys: int, visible: Tensor | None, device: torch.device) -> Tensor:
+    """[t, s]: which keys the t `queries` of a request must not see; `num_before` keys are no query tokens."""
+    key = torch.arange(num_keys, device=device).sub_(num_before)  # the query token that a key belongs to, or < 0
+    if visible is None:
+        return key > torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+    seen = visible[queries.start : queries.stop].unsqueeze(1) >> key.clamp(min=0) & 1
+    return (key >= 0) & (seen == 0)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, visible: Tensor | None = None) -> None:
+    """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V]; causal at the end, or as
+    `visible` [t] says."""
     num_queries, num_heads, width = q.shape
     num_keys, num_groups = keys.shape[:2]
     per_group = num_heads // num_groups
@@ -95,8 +109,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) 
         rows = q[start:stop].float().view(size, num_groups, per_group, width).transpose(0, 1)  # [G, t, H/G, W]
         scores = torch.bmm(rows.reshape(num_groups, size * per_group, width), keys).mul_(scale)
         if num_queries > 1:
-            last_seen = torch.arange(start, stop, device=q.device).add_(num_keys - num_queries)  # [t]
-            hidden = torch.arange(num_keys, device=q.device) > last_seen.unsqueeze(1)  # [t, s]
+            hidden = _hidden(range(start, stop), num_keys - num_queries, num_keys, visible, q.device)  # [t, s]
             scores.view(num_groups, size, per_group, num_keys).masked_fill_(hidden.unsqueeze(1), float("-inf"))
         mixed = torch.bmm(scores.softmax(-1), values)  # [G, t*H/G, V]
         out[start:stop] = mixed.view(num_groups, size, per_group, -1).transpose(0, 1).reshape(size, num_heads, -1)

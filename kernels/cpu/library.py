@@ -26,7 +26,7 @@ from moe_engine.kernels.device import cpu_device
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
-UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear", "team")  # slowest first
+UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear", "sampling", "team")  # slowest first
 FLAGS = [
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
@@ -56,6 +56,9 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_paged": (None, [N, P, L, L, P, L, L, P, L, L, P, L, L, L, F, P]),
     "moe_expanded": (None, [N, P, L, L, P, L, L, P, L, P, L, L, L, L, F, P]),
     "moe_gather": (None, [P, L, L, P, P]),
+    "moe_greedy": (None, [P, L, L, L, P]),
+    "moe_sample": (None, [P, L, L, L, P, P, P, P, P, P]),
+    "moe_probabilities": (None, [P, L, L, L, P, P, P, P, P, L, P]),
 }
 
 
@@ -86,6 +89,9 @@ class Library:
     moe_paged: Any
     moe_expanded: Any
     moe_gather: Any
+    moe_greedy: Any
+    moe_sample: Any
+    moe_probabilities: Any
 
     def __init__(self, file: Path, amx: bool) -> None:
         try:
@@ -207,11 +213,10 @@ def _built(flags: list[str]) -> Path:
     return target
 
 
-@lru_cache
 def load(
     march: str = "native", defines: tuple[str, ...] = (), optimize: str = "-O3", amx: bool | None = None
 ) -> Library:
-    """The library for this machine, compiled if need be.
+    """The library for this machine, compiled if need be. A failure is remembered: a broken compiler is tried once.
 
     Args:
         march: instruction set to compile for; tests name older ones.
@@ -224,10 +229,18 @@ def load(
     """
     if amx is None:
         amx = os.environ.get("MOE_ENGINE_CPU_AMX", "1") != "0"
+    found = _library_or_reason(march, defines, optimize, amx)
+    if isinstance(found, str):
+        raise LibraryError(found)
+    return found
+
+
+@lru_cache
+def _library_or_reason(march: str, defines: tuple[str, ...], optimize: str, amx: bool) -> Library | str:
     flags = [*FLAGS, optimize, f"-march={march}", *(f"-D{define}" for define in defines)]
     try:
         return Library(_built(flags), amx)
-    except LibraryError:
-        raise
+    except LibraryError as error:
+        return str(error)
     except OSError as error:
-        raise LibraryError(f"cannot compile the CPU kernels: {error}") from error
+        return f"cannot compile the CPU kernels: {error}"

@@ -44,6 +44,7 @@ class _Queries(ctypes.Structure):
         ("contexts", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("slots_row", ctypes.c_int64),
+        ("visible", ctypes.c_void_p),
     ]
 
 
@@ -63,8 +64,12 @@ def pointer(queries: PagedQueries) -> QueriesPointer:
     table = queries.slot_table
     if table.dtype != torch.int32 or table.stride(-1) != 1:
         table = plain(table)
-    struct = _Queries(queries.num_requests, *(p.data_ptr() for p in parts), table.data_ptr(), table.stride(0))
-    return QueriesPointer(ctypes.addressof(struct), (struct, table, *parts))
+    visible = None if queries.visible is None else queries.visible.contiguous()
+    struct = _Queries(
+        queries.num_requests, *(p.data_ptr() for p in parts), table.data_ptr(), table.stride(0),
+        None if visible is None else visible.data_ptr(),
+    )  # fmt: skip
+    return QueriesPointer(ctypes.addressof(struct), (struct, table, visible, *parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def _merge(into: RequestDelta, new: RequestDelta) -> None:
     if new.prompt_logprobs is not None:
         into.prompt_logprobs = (into.prompt_logprobs or []) + new.prompt_logprobs
     into.cached_tokens, into.retractions, into.queue_time = new.cached_tokens, new.retractions, new.queue_time
+    into.speculation = new.speculation
 
 
 class CoreClient:

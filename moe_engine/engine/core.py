@@ -124,7 +124,7 @@ class EngineCore:
             return
         self._failures = 0
         self._publish(self._scheduler.update(result))
-        self._reporter.finished(result)
+        self._reporter.finished(result, self._scheduler.speculator)
         self._step_number = plan.number
         self._write_board(counts=time.monotonic() - self._board_written > BOARD_INTERVAL_SECONDS)
 
@@ -188,7 +188,11 @@ class EngineCore:
             done = self._in_flight is None and self._scheduler.flush_cache()
             return messages.Reply(id=call.id, value=done)
         if call.method == "internal_state":
-            state = asdict(self._scheduler.stats()) | self._reporter.state() | self._worker_stats()
+            stats = self._scheduler.stats()
+            state = asdict(stats) | self._reporter.state() | self._worker_stats()
+            if stats.speculation is not None:
+                state["avg_spec_accept_length"] = stats.speculation.accept_length
+                state["spec_accept_rates"] = stats.speculation.accept_rates
             return messages.Reply(id=call.id, value=state)
         if call.method == "check_integrity":
             return messages.Reply(id=call.id, value=self._scheduler.check_integrity())
@@ -240,7 +244,7 @@ def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
         if finish is None and logprobs is None and prompt_logprobs is None
         else _delta(event)
         for event in events
-        for rid, tokens, finish, _, _, cached, retractions, logprobs, prompt_logprobs, _ in (event,)
+        for rid, tokens, finish, _, _, cached, retractions, logprobs, prompt_logprobs, _, _ in (event,)
     ]
 
 
@@ -254,6 +258,7 @@ def _delta(event: RequestEvent) -> messages.RequestDelta:
         event.cached_tokens,
         event.retractions,
         _queue_time(event),
+        event.speculation,
     )
 
 

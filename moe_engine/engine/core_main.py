@@ -148,6 +148,8 @@ def worker_options(config: ResolvedConfig) -> WorkerOptions:
         load_format=config.args.model.load_format,
         num_threads=config.cpu_threads,
         deterministic=config.args.backends.enable_deterministic_inference,
+        speculation=config.speculation,
+        draft_config=config.draft_model,
     )
 
 
@@ -176,6 +178,7 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         prefill_max_requests=flags.prefill_max_requests,
         vocab_size=config.model.vocab_size,
         random_seed=config.random_seed,
+        speculation=config.speculation,
     )
 
 

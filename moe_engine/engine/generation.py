@@ -69,6 +69,7 @@ class Generation:
         self.cached_tokens = 0
         self.retractions = 0
         self.queue_time = 0.0
+        self.speculation: tuple[int, int, list[int]] | None = None
         self.received_at = time.monotonic()
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -94,6 +95,7 @@ class Generation:
         now = time.monotonic()
         self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
         self.queue_time = delta.queue_time
+        self.speculation = delta.speculation
         if delta.prompt_logprobs:
             self.prompt_logprobs.extend(delta.prompt_logprobs)
         ids, logprobs, finish = delta.token_ids, delta.logprobs or [], delta.finish
@@ -186,6 +188,8 @@ class Generation:
             meta["e2e_latency"] = self.finished_at - self.received_at
             if self.first_token_at is not None:
                 meta["first_token_latency"] = self.first_token_at - self.received_at
+        if self.speculation is not None:
+            meta |= _speculation_info(*self.speculation)
         if self.options is not None:
             self._add_logprobs(meta, self.options, output_logprobs, self.prompt_logprobs if with_prompt else [])
         return meta
@@ -208,3 +212,16 @@ class Generation:
     def _rivals(self, entry: list[Any], place: int) -> list[Any] | None:
         """Log-probabilities of the best (place 2) or the asked (3) tokens; None where there are none."""
         return [self._entry(logprob, token) for token, logprob in entry[place]] or None
+
+
+def _speculation_info(verify_ct: int, proposed: int, histogram: list[int]) -> dict[str, Any]:
+    """SGLang's fields. `spec_correct_drafts_histogram[i]`: steps in which i drafts were accepted."""
+    correct = sum(i * count for i, count in enumerate(histogram))
+    return {
+        "spec_verify_ct": verify_ct,
+        "spec_accept_length": 1.0 + correct / verify_ct,
+        "spec_accept_rate": correct / proposed if proposed else 0.0,
+        "spec_num_correct_drafts": correct,
+        "spec_num_proposed_drafts": proposed,
+        "spec_correct_drafts_histogram": histogram,
+    }

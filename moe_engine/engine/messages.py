@@ -73,6 +73,8 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     cached_tokens: int = 0
     retractions: int = 0
     queue_time: float = 0.0
+    speculation: tuple[int, int, list[int]] | None = None
+    """With the end, where drafts were made: steps that brought some, drafts, and those steps by drafts accepted."""
 
 
 class StepOutput(Message, tag="step"):

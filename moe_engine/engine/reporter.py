@@ -10,6 +10,7 @@ from typing import Any
 from moe_engine.scheduler import log_lines
 from moe_engine.scheduler.events import PlanFacts
 from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.scheduler.speculation import Speculator
 from moe_engine.types import StepResult
 
 logger = logging.getLogger("moe_engine")
@@ -35,7 +36,7 @@ class StepReporter:
         if facts is not None and facts.new_token:
             logger.info("%s", log_lines.prefill_line(facts))
 
-    def finished(self, result: StepResult) -> None:
+    def finished(self, result: StepResult, speculator: Speculator | None = None) -> None:
         """A step's result is in, in the order of planning; logs a decode line when it is time."""
         facts = self._facts.popleft()
         produced = sum(map(len, result.tokens))
@@ -47,7 +48,8 @@ class StepReporter:
         self._decodes += 1
         if self._decodes % self._interval == 0:
             self._measure()
-            logger.info("%s", log_lines.decode_line(facts, self.gen_throughput))
+            accept_len = speculator.take_accept_length() if speculator is not None else None
+            logger.info("%s", log_lines.decode_line(facts, self.gen_throughput, accept_len=accept_len))
 
     def failed(self) -> None:
         """The oldest planned step brought no result."""

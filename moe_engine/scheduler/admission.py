@@ -175,7 +175,7 @@ class Admission:
         count = left if pages <= budget.rem_chunk else config.floor_page(budget.rem_chunk)
         if count <= 0:
             return Blocked.BUDGET
-        node = memory.tree.match(entry.tokens, entry.limit, request.extra_key, entry.matched(memory.tree).node)
+        node = memory.tree.match(entry.prefix_keys, entry.limit, request.extra_key, entry.matched(memory.tree).node)
         memory.attach(request, node)
         slots = None
         if alone or total < budget.rem_total:  # asked again: locking the prefix made less evictable

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
+from moe_engine.types import SpeculationConfig
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 
@@ -39,6 +40,7 @@ class SchedulerConfig:
     vocab_size: int | None = None
     """Sampled ids outside [0, vocab_size) abort their request; None checks only for negative ids."""
     random_seed: int = 0
+    speculation: SpeculationConfig | None = None
     max_consecutive_prefills: int = 32
     """After so many steps of prefill alone, running requests get a decode step although prompts still wait."""
 
@@ -82,6 +84,11 @@ class SchedulerConfig:
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{flag} is {value}; it must be at least 1, or left out")
+
+    @property
+    def bigram_prefixes(self) -> bool:
+        """Whether a cached token is only shared together with its successor: MTP's KV of a token depends on both."""
+        return self.speculation is not None and self.speculation.method == "nextn"
 
     @property
     def uses_priority(self) -> bool:

@@ -17,6 +17,14 @@ class RequestTiming(NamedTuple):
     finished_at: float
 
 
+class SpecCounts(NamedTuple):
+    """What speculation did for a request: steps with drafts, drafts made, and steps by number of drafts accepted."""
+
+    verify_ct: int
+    proposed: int
+    histogram: list[int]
+
+
 class RequestEvent(NamedTuple):
     """News of one request. `token_ids` are new; the counts are totals. With `finish_reason` it is the last event.
 
@@ -33,6 +41,7 @@ class RequestEvent(NamedTuple):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     timing: RequestTiming | None = None
+    speculation: SpecCounts | None = None
 
 
 def finish_event(
@@ -45,6 +54,9 @@ def finish_event(
 ) -> RequestEvent:
     """The last event of a request."""
     timing = RequestTiming(request.queued_at, request.first_scheduled, request.first_token_at, now)
+    speculation = None
+    if request.spec_verify_ct:
+        speculation = SpecCounts(request.spec_verify_ct, request.spec_proposed, request.spec_accepted)
     return RequestEvent(
         request.rid,
         token_ids,
@@ -56,6 +68,7 @@ def finish_event(
         logprobs,
         prompt_logprobs,
         timing,
+        speculation,
     )
 
 
@@ -76,6 +89,30 @@ class PlanFacts:
     num_queued: int
     num_used: int
     token_usage: float
+    draft_depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpecStats:
+    """Speculation since the start. Lists run over draft positions, the first at index 0.
+
+    `accept_length` counts the target's own token too: tokens by request and step with drafts. `accept_rates[i]` is the
+    share of those steps whose drafts up to position i were all accepted.
+    """
+
+    depth: int
+    following: bool
+    verify_total: int
+    proposed: list[int]
+    accepted: list[int]
+
+    @property
+    def accept_length(self) -> float:
+        return 1.0 + sum(self.accepted) / self.verify_total if self.verify_total else 1.0
+
+    @property
+    def accept_rates(self) -> list[float]:
+        return [a / p if p else 0.0 for a, p in zip(self.accepted, self.proposed)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +139,7 @@ class SchedulerStats:
     generation_tokens_total: int
     oldest_wait_seconds: float
     num_drains_total: int
+    speculation: SpecStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ rest are its own. Everything given up is given up "after" the last planned step,
 from __future__ import annotations
 
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import EpochPool, SlotAllocator
 from moe_engine.types import Request, RowWrite
@@ -27,6 +28,9 @@ class RequestMemory:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.page_size = config.page_size
+        self._bigrams = config.bigram_prefixes
+        self._reserves = config.speculation is not None
+        """Requests may hold slots for tokens that are not computed yet (drafts that were not accepted)."""
         self.slots = SlotAllocator(config.num_slots, config.page_size)
         self.rows = EpochPool(range(config.max_rows))
         cache = DisabledCache if config.disable_radix_cache else RadixCache
@@ -87,6 +91,8 @@ class RequestMemory:
     def decode_need(self, requests: list[Request], steps: int = 1) -> int:
         """Tokens (whole pages) that `steps` decode steps of all `requests` take from the pool."""
         page = self.page_size
+        if self._reserves:
+            return sum(self._missing(r, r.num_computed + r.num_maybe + steps) for r in requests)
         if page == 1:
             return len(requests) * steps
         if steps == 1:
@@ -98,8 +104,11 @@ class RequestMemory:
         return pages * page
 
     def take_decode_slots(self, requests: list[Request]) -> list[int]:
-        """One slot for each request, appended to its own. `make_room(decode_need(requests))` must have succeeded."""
+        """The next slot of each request. `make_room(decode_need(requests))` must have succeeded."""
         page = self.page_size
+        if self._reserves:
+            self.reserve(requests, [1] * len(requests))
+            return [request.slots[request.num_computed] for request in requests]
         if page == 1:
             slots = self.slots.take_pages(len(requests))
             assert slots is not None
@@ -115,6 +124,31 @@ class RequestMemory:
             own.append(slot)
             slots.append(slot)
         return slots
+
+    def reserve_need(self, requests: list[Request], widths: list[int]) -> int:
+        """Tokens (whole pages) that `reserve` takes from the pool."""
+        return sum(self._missing(r, r.num_computed + r.num_maybe + w) for r, w in zip(requests, widths))
+
+    def reserve(self, requests: list[Request], widths: list[int]) -> list[RowWrite]:
+        """Gives each request slots for `widths[i]` tokens behind the last it may have; returns what is new of them.
+
+        `make_room(reserve_need(requests, widths))` must have succeeded.
+        """
+        writes = []
+        for request, width in zip(requests, widths):
+            used = len(request.slots)
+            count = request.num_computed + request.num_maybe + width - used
+            if count > 0:
+                slots = self.slots.alloc(count, request.slots[-1] if used else 0, used)
+                assert slots is not None
+                request.slots += slots
+                writes.append(RowWrite(request.row, used, slots))
+        return writes
+
+    def _missing(self, request: Request, num_tokens: int) -> int:
+        """Pool tokens to be taken so that the request has slots for `num_tokens`."""
+        used = len(request.slots)
+        return max(0, -(-num_tokens // self.page_size) - -(-used // self.page_size)) * self.page_size
 
     # -- giving to the tree
 
@@ -158,10 +192,12 @@ class RequestMemory:
 
     def _insert(self, request: Request, end: int) -> tuple[Node, list[int]]:
         start = request.num_in_tree
+        if self._bigrams:
+            end = min(end, request.num_tokens - 1)
         end -= end % self.page_size
         if end <= start or not self.tree.enabled:
             return request.tree_node, []
-        run = token_run(request, start, end)
+        run = bigrams(token_run(request, start, end + 1)) if self._bigrams else token_run(request, start, end)
         return self.tree.insert(request.tree_node, run, request.slots[start:end], self.step)
 
     # -- time

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from moe_engine.scheduler.admission import PrefillJob
 from moe_engine.scheduler.memory import RequestMemory
-from moe_engine.types import NewRow, Request, RowWrite, StepPlan
+from moe_engine.types import NewRow, Request, RowWrite, Speculation, StepPlan
 
 
 @dataclass(slots=True)
@@ -20,6 +20,8 @@ class StepRecord:
     """By row: requests whose prompt was computed at least in part."""
     ended: list[Request] = field(default_factory=list)
     """Requests that want no token at all: they end when this step is over."""
+    depths: list[int] = field(default_factory=list)
+    """Of the drafts of each decode (the first entries of `sampled`); empty in a plan without speculation."""
 
 
 class PlanDraft:
@@ -37,6 +39,34 @@ class PlanDraft:
         self.sampled: list[Request] = []
         self.prefilled: dict[int, Request] = {}
         self.ended: list[Request] = []
+        self.depths: list[int] = []
+        self.reserved: list[RowWrite] = []
+        self.speculative = False
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return sum(self.counts[: self.num_decodes])
+
+    def add_speculative(
+        self, requests: list[Request], depths: list[int], counts: list[int], reserved: list[RowWrite]
+    ) -> bool:
+        """Decodes that bring counts[i] tokens, drafts of depths[i] levels among them. As `add_decodes`."""
+        self.speculative = True
+        self.num_decodes = len(requests)
+        self.counts = counts
+        self.depths = depths
+        self.reserved = reserved
+        self.samples = [True] * len(requests)
+        self.sampled = requests.copy()
+        some_end = False
+        for request, depth in zip(requests, depths):
+            self.rows.append(request.row)
+            self.starts.append(request.num_computed)
+            request.num_computed += 1
+            request.num_maybe += depth
+            request.num_in_flight += 1
+            some_end |= len(request.output_ids) + request.num_in_flight >= request.max_new_tokens
+        return some_end
 
     def add_decodes(self, requests: list[Request], memory: RequestMemory) -> bool:
         """One token each, taken from the device. True if some of them need no further step."""
@@ -80,8 +110,13 @@ class PlanDraft:
             self.ended.append(request)
         return samples and wants_more > 1
 
-    def finish(self, number: int, row_writes: list[RowWrite], finished_rows: list[int]) -> tuple[StepPlan, StepRecord]:
+    def finish(
+        self, number: int, row_writes: list[RowWrite], finished_rows: list[int], follow: bool = False
+    ) -> tuple[StepPlan, StepRecord]:
         """The plan and the record of it. Takes over the lists."""
+        speculation = None
+        if self.speculative or (follow and self.rows):
+            speculation = Speculation(max(self.depths, default=0), follow, self.reserved)
         plan = StepPlan(
             number=number,
             rows=self.rows,
@@ -94,11 +129,12 @@ class PlanDraft:
             new_rows=self.new_rows,
             row_writes=row_writes,
             finished_rows=finished_rows,
+            speculation=speculation,
         )
         rows = self.rows
         if self.prefilled:
             rows = [row for row, samples in zip(self.rows, self.samples) if samples]
-        return plan, StepRecord(number, self.sampled, rows, self.prefilled, self.ended)
+        return plan, StepRecord(number, self.sampled, rows, self.prefilled, self.ended, self.depths)
 
 
 def _new_row(request: Request, job: PrefillJob) -> NewRow:

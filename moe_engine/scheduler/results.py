@@ -12,11 +12,14 @@ from moe_engine.types import FinishReason, Request, StepResult, TokenLogprob
 _ANY_ID = 1 << 62
 
 
-def read_result(book: RequestBook, record: StepRecord, result: StepResult, now: float) -> list[RequestEvent]:
+def read_result(
+    book: RequestBook, record: StepRecord, result: StepResult, now: float, fates: list[tuple[int, int]] | None = None
+) -> list[RequestEvent]:
     """Appends tokens, ends what has ended, and returns an event for each request with news.
 
     Tokens of requests that ended while the step was in flight are waste and dropped. A step may bring several tokens
-    for a request (speculation); its plan must have given it slots for them.
+    for a request (speculation); its plan must have given it slots for them. `fates` gets, for each request with drafts
+    that still runs, how many of them were judged (those behind its end are not) and how many were accepted.
 
     Raises:
         MoeEngineError: the result does not belong to the plan.
@@ -34,10 +37,13 @@ def read_result(book: RequestBook, record: StepRecord, result: StepResult, now: 
     push = events.append
     some_ended = False
     waiting_logprobs = book.prompt_logprobs
+    depths = record.depths
     for i, (request, tokens) in enumerate(zip(record.sampled, result.tokens)):
         if request.row < 0:
             continue
         request.num_in_flight -= 1
+        depth = depths[i] if i < len(depths) else 0
+        request.num_maybe -= depth
         if request.to_abort is not None:
             continue
         if request.first_token_at is None:
@@ -53,6 +59,8 @@ def read_result(book: RequestBook, record: StepRecord, result: StepResult, now: 
             kept, reason = tokens, None
         else:
             kept, reason = _take_several(request, tokens, vocab)
+        if depth and fates is not None:
+            fates.append(_judge_drafts(request, depth, len(tokens), len(kept), ended=reason is not None))
         mine = logprobs[i][: len(kept)] if logprobs else None
         prompt = waiting_logprobs.pop(request.rid, None) if waiting_logprobs else None
         if reason is not None:
@@ -95,6 +103,19 @@ def _take_several(request: Request, tokens: list[int], vocab: int | None) -> tup
             f"{len(tokens)} tokens came back for request {request.rid!r}, more than its plan gave slots for"
         )
     return kept, reason
+
+
+def _judge_drafts(request: Request, depth: int, brought: int, kept: int, *, ended: bool) -> tuple[int, int]:
+    """(drafts judged, drafts accepted); where the request ended, what lies behind its end does not count."""
+    judged = min(depth, kept) if ended else depth
+    good = min(brought - 1, judged)
+    if not request.spec_accepted:
+        request.spec_accepted = [0]
+    request.spec_verify_ct += 1
+    request.spec_proposed += judged
+    request.spec_accepted += [0] * (good + 1 - len(request.spec_accepted))
+    request.spec_accepted[good] += 1
+    return judged, good
 
 
 def _keep_prompt_logprobs(book: RequestBook, record: StepRecord, by_row: dict[int, list[TokenLogprob]]) -> None:

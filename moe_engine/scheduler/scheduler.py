@@ -27,6 +27,7 @@ from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
 from moe_engine.scheduler.request_book import RequestBook
 from moe_engine.scheduler.results import read_result
 from moe_engine.scheduler.retraction import choose_preempted, choose_victims
+from moe_engine.scheduler.speculation import Speculator
 from moe_engine.scheduler.stats import Totals, load_snapshot, snapshot
 from moe_engine.scheduler.token_ratio import NewTokenRatio
 from moe_engine.types import FinishReason, Request, Status, StepPlan, StepResult
@@ -55,6 +56,7 @@ class Scheduler:
         self.book = RequestBook(config)
         self.memory = self.book.memory
         self.ratio = NewTokenRatio(config)
+        self.speculator = Speculator(config.speculation) if config.speculation is not None else None
         self.last_facts: PlanFacts | None = None
         """About the plan that `schedule()` returned last."""
         self.totals = Totals()
@@ -135,7 +137,8 @@ class Scheduler:
         mixed = self.config.enable_mixed_chunk and not self._preempting
         if mixed and book.decodes and not self._decode_into(draft):
             return self._drain()
-        batch = PrefillBatch() if not mixed and self._is_decode_turn() else self._build_prefill(draft.num_decodes)
+        skip = not mixed and self._is_decode_turn()
+        batch = PrefillBatch() if skip else self._build_prefill(draft.num_decode_tokens)
         if batch is None:
             return self._drain()
         if not mixed and not batch.jobs and book.decodes and not self._decode_into(draft):
@@ -173,16 +176,29 @@ class Scheduler:
 
     def _decode_into(self, draft: PlanDraft) -> bool:
         """All running requests decode. False if that has to wait for the step in flight."""
-        book, memory = self.book, self.memory
-        if memory.make_room(memory.decode_need(book.decodes)):
+        book = self.book
+        some_end = self._add_decodes(draft)
+        if some_end is not None:
             self.ratio.decay()
         elif self._flying:
             return False
         else:
             self._retract()
-        if book.decodes and draft.add_decodes(book.decodes, memory):
+            some_end = self._add_decodes(draft)
+        if some_end:
             book.decodes = [r for r in book.decodes if len(r.output_ids) + r.num_in_flight < r.max_new_tokens]
         return True
+
+    def _add_decodes(self, draft: PlanDraft) -> bool | None:
+        """None if there is no room for them; else whether some of them need no further step."""
+        book, memory = self.book, self.memory
+        if not book.decodes:
+            return False
+        if self.speculator is not None:
+            return self.speculator.decode_into(draft, book, memory)
+        if not memory.make_room(memory.decode_need(book.decodes)):
+            return None
+        return draft.add_decodes(book.decodes, memory)
 
     def _retract(self) -> None:
         """Makes room for the decodes by sending some back. Nothing is in flight."""
@@ -249,6 +265,7 @@ class Scheduler:
             request = job.entry.request
             if job.is_new:
                 request.status = Status.RUNNING
+                request.followed = True
                 if request.first_scheduled is None:
                     request.first_scheduled = now
                     request.cached_tokens = job.start
@@ -264,7 +281,8 @@ class Scheduler:
     def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int) -> StepPlan:
         book, memory = self.book, self.memory
         memory.step += 1
-        plan, record = draft.finish(memory.step, book.row_writes, book.finished_rows)
+        follow = self.speculator is not None and self._follows(draft, batch)
+        plan, record = draft.finish(memory.step, book.row_writes, book.finished_rows, follow)
         book.row_writes, book.finished_rows = [], []
         self._flying.append(record)
         used = memory.num_used
@@ -278,8 +296,16 @@ class Scheduler:
             num_queued=len(book.queue),
             num_used=used,
             token_usage=used / memory.slots.num_slots,
+            draft_depth=max(draft.depths, default=0),
         )
         return plan
+
+    def _follows(self, draft: PlanDraft, batch: PrefillBatch) -> bool:
+        """Whether the drafter follows this step."""
+        assert self.speculator is not None
+        decodes = draft.sampled[: draft.num_decodes]
+        requests = decodes + [job.entry.request for job in batch.jobs]
+        return self.speculator.follows(requests, ordinary=bool(decodes) and not draft.speculative)
 
     # -- results
 
@@ -300,7 +326,10 @@ class Scheduler:
         if self.memory.retire(result.number):
             self._retry_at = 0
         left, now = self.book.num_left, self._clock()
-        events = read_result(self.book, record, result, now)
+        fates: list[tuple[int, int]] = []
+        events = read_result(self.book, record, result, now, fates)
+        if self.speculator is not None:
+            self.speculator.observe(record, result, fates)
         self.totals.generated_tokens += sum(len(event.token_ids) for event in events)
         if self.book.aborting:
             events += self.book.end_aborting(now)
@@ -344,7 +373,8 @@ class Scheduler:
         return findings
 
     def stats(self) -> SchedulerStats:
-        return snapshot(self.book, self.totals, self.ratio.value, self._clock())
+        speculation = self.speculator.stats() if self.speculator is not None else None
+        return snapshot(self.book, self.totals, self.ratio.value, self._clock(), speculation)
 
     def load(self) -> LoadSnapshot:
         return load_snapshot(self.book)

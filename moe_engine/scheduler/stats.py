@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.scheduler.events import LoadSnapshot, SchedulerStats
+from moe_engine.scheduler.events import LoadSnapshot, SchedulerStats, SpecStats
 from moe_engine.scheduler.request_book import RequestBook
 
 
@@ -21,7 +21,9 @@ class Totals:
     hit_rate: float = 0.0
 
 
-def snapshot(book: RequestBook, totals: Totals, ratio: float, now: float) -> SchedulerStats:
+def snapshot(
+    book: RequestBook, totals: Totals, ratio: float, now: float, speculation: SpecStats | None = None
+) -> SchedulerStats:
     """Everything about this rank's scheduler."""
     memory = book.memory
     waiting = [entry.request for entry in book.queue.entries]
@@ -45,6 +47,7 @@ def snapshot(book: RequestBook, totals: Totals, ratio: float, now: float) -> Sch
         generation_tokens_total=totals.generated_tokens,
         oldest_wait_seconds=now - min(r.queued_at for r in waiting) if waiting else 0.0,
         num_drains_total=totals.drains,
+        speculation=speculation,
     )
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from operator import attrgetter
 
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import Match, RadixCache
 from moe_engine.types import Request
 
@@ -22,13 +23,17 @@ _KEY = attrgetter("key")
 
 
 class Waiting:
-    """A place in the queue. Remembers its prefix match, which is refreshed only when the tree has changed."""
+    """A place in the queue. Remembers its prefix match, which is refreshed only when the tree has changed.
 
-    __slots__ = ("_match", "_version", "deadline", "key", "limit", "request", "tokens")
+    `prefix_keys` are what the tree files the tokens under: the tokens themselves, or pairs of neighbours.
+    """
 
-    def __init__(self, request: Request, tokens: list[int], limit: int) -> None:
+    __slots__ = ("_match", "_version", "deadline", "key", "limit", "prefix_keys", "request", "tokens")
+
+    def __init__(self, request: Request, tokens: list[int], limit: int, prefix_keys: list[int]) -> None:
         self.request = request
         self.tokens = tokens
+        self.prefix_keys = prefix_keys
         self.limit = limit
         """At most this many tokens may come from the cache."""
         self.key: tuple[float, int, int, int] = (0, 0, 0, 0)
@@ -39,7 +44,7 @@ class Waiting:
     def matched(self, tree: RadixCache) -> Match:
         """The cached prefix now; walks on from the node found last time."""
         if self._version != tree.version:
-            self._match = tree.peek(self.tokens, self.limit, self.request.extra_key, self._match.node)
+            self._match = tree.peek(self.prefix_keys, self.limit, self.request.extra_key, self._match.node)
             self._version = tree.version
         return self._match
 
@@ -79,7 +84,8 @@ class WaitingQueue:
     def push(self, request: Request, *, front: bool = False) -> Waiting:
         """Adds a request; `front` for one that ran already."""
         tokens = request.prompt_ids + request.output_ids if request.output_ids else request.prompt_ids
-        entry = Waiting(request, tokens, prefix_limit(request))
+        keys = bigrams(tokens) if self._config.bigram_prefixes else tokens
+        entry = Waiting(request, tokens, prefix_limit(request), keys)
         self._place(entry, FRONT if front else NORMAL)
         self.num_tokens += len(tokens)
         if self._ages and not front:

@@ -10,6 +10,7 @@ Legend: R requests, T tokens, S sampled rows, D decodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,24 +23,7 @@ from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.mla_form import MLAFormPolicy
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """A step's tensors, before the attention backend has planned.
-
-    `logits_rows` index the step's tokens whose logits are sampled; `all_sampled` says they are simply all tokens.
-    `offsets[i]` is where the tokens of the plan's request i begin.
-    """
-
-    input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64
-    logits_rows: Tensor  # [S] int64
-    all_sampled: bool
-    attention: AttentionBatch
-    sampled: SampledRows
-    offsets: np.ndarray  # [R] int64
+from moe_engine.worker.step_batch import StepBatch, TokenRuns
 
 
 @dataclass(frozen=True)
@@ -113,7 +97,7 @@ class BatchBuilder:
         lengths = starts + 1
         host32[:count] = lengths
         host32[count:] = host[count : 2 * count]
-        self._check_lengths(plan, lengths)
+        self._check_lengths(plan.rows, lengths)
         positions, slots, flat, ints = self._stream.upload(staging).split(count)
         context_lens, slots32 = ints.view(torch.int32).split(count)
         self._rows.write_slots(flat, slots32)
@@ -135,56 +119,123 @@ class BatchBuilder:
             attention=AttentionBatch(queries, None),
             sampled=SampledRows(same.rows, lengths, same.rows_device),
             offsets=same.offsets,
+            flat=flat,
+        )
+
+    # -- as many tokens of each of some rows
+
+    def even(self, rows: np.ndarray, rows_device: Tensor, starts: np.ndarray, count: int, ids: Tensor) -> StepBatch:
+        """Tokens [starts[i], starts[i] + count) of each row, all sampled, at the slots in the table; ids [R, count].
+        What `assemble` would make of them, at a fraction of the host work."""
+        num = len(rows)
+        total = num * count
+        staging = self._stream.staging(2 * total + (2 * num + 2) // 2)
+        host, host32 = staging.numpy(), staging[2 * total :].view(torch.int32).numpy()
+        positions = host[:total].reshape(num, count)
+        np.add(starts[:, None], np.arange(count), out=positions)
+        np.add(positions, (rows * self._rows.width)[:, None], out=host[total : 2 * total].reshape(num, count))
+        lengths = starts + count
+        self._check_lengths(rows, lengths)
+        host32[:num] = lengths
+        host32[num : 2 * num + 1] = np.arange(0, total + 1, count)
+        device = self._stream.upload(staging)
+        ints = device[2 * total :].view(torch.int32)
+        flat = device[total : 2 * total]
+        queries = PagedQueries(
+            query_lens=[count] * num,
+            context_lens=lengths.tolist(),
+            rows=rows_device.int(),
+            query_starts=ints[num : 2 * num + 1],
+            context_lens_device=ints[:num],
+            slot_table=self._rows.slot_table,
+            page_size=self._page_size,
+        )
+        many = count > 1
+        return StepBatch(
+            input_ids=ids.reshape(-1),
+            positions=device[:total],
+            slots=self._rows.slots_at(flat),
+            logits_rows=device[:0],
+            all_sampled=True,
+            attention=AttentionBatch(queries, None),
+            sampled=SampledRows(
+                rows.repeat(count) if many else rows,
+                host[:total] + 1,
+                rows_device.repeat_interleave(count) if many else rows_device,
+            ),
+            offsets=np.arange(0, total, count),
+            flat=flat,
         )
 
     # -- any plan
 
     def _general(self, plan: StepPlan) -> StepBatch:
-        num_decodes, num_tokens = plan.num_decodes, len(plan.slots)
+        self._check(plan)
         rows, starts, counts = (np.array(v, dtype=np.int64) for v in (plan.rows, plan.starts, plan.counts))
-        self._check(plan, counts)
-        order, num_absorbed = self._order(plan)
+        ends = np.cumsum(counts)
+        decode_rows = self._stream.upload(torch.from_numpy(rows[: plan.num_decodes]))
+        return self.assemble(
+            TokenRuns(
+                rows=rows,
+                starts=starts,
+                counts=counts,
+                num_decodes=plan.num_decodes,
+                device_ids=self._rows.last_token.index_select(0, decode_rows),
+                host_ids=np.array(plan.input_ids, dtype=np.int64),
+                slots=np.array(plan.slots, dtype=np.int64),
+                sampled=ends[np.array(plan.samples, dtype=bool)] - 1,
+            )
+        )
+
+    def assemble(self, runs: TokenRuns) -> StepBatch:
+        """A step of any runs of tokens; enters the slots that are given into the table, and looks up the others."""
+        rows, starts, counts = runs.rows, runs.starts, runs.counts
+        num_tokens, num_requests = int(counts.sum()), len(rows)
+        order, num_absorbed = self._order(runs)
         ends = np.cumsum(counts[order])  # in the step
         begins = ends - counts[order]
         offsets = np.empty_like(begins)
         offsets[order] = begins
-        owner = np.repeat(order, counts[order])  # [T]: the plan's index of each token's request
+        owner = np.repeat(order, counts[order])  # [T]: which run each token belongs to
         within = np.arange(num_tokens) - offsets[owner]
         plan_begins = np.cumsum(counts) - counts
         plan_token = plan_begins[owner] + within  # [T]: each token's place in the plan
-        positions = starts[owner] + within
-        chosen = np.nonzero(np.array(plan.samples, dtype=bool))[0]
         lengths = starts + counts
-        self._check_lengths(plan, lengths)
+        self._check_lengths(runs.rows, lengths)
+        at = starts[owner] + within  # [T]: place in the row's slot table
+        positions = at if runs.positions is None else runs.positions[plan_token]
+        flat = rows[owner] * self._rows.width + at
+        step_token = np.empty_like(plan_token)
+        step_token[plan_token] = np.arange(num_tokens)
+        sampled = step_token[runs.sampled]
 
-        num_requests, num_sampled = len(rows), len(chosen)
-        slots = np.array(plan.slots, dtype=np.int64)[plan_token]
-        fields = [
-            np.zeros(num_tokens, dtype=np.int64),
-            positions,
-            slots,
-            rows[owner] * self._rows.width + positions,
-            offsets[chosen] + counts[chosen] - 1,
-            rows[chosen],
-            rows[:num_decodes],
-        ]
-        host_ids = np.array(plan.input_ids, dtype=np.int64)
-        fields[0][num_decodes:] = host_ids[plan_token[num_decodes:] - num_decodes]
+        num_device, num_slots = len(runs.device_ids), len(runs.slots)
+        given = step_token[num_tokens - num_slots :]  # tokens whose slots are known here: the last of the plan
+        fields = [np.zeros(num_tokens, dtype=np.int64), positions, flat, flat[given], sampled, rows[owner[sampled]]]
+        fields[0][step_token[num_device:]] = runs.host_ids
+        in_order = num_device <= int(counts[: runs.num_decodes].sum())  # decodes are never moved
         split = int(ends[num_absorbed - 1]) if num_absorbed else 0
         starts32 = np.concatenate(([0], ends[:num_absorbed], [0], ends[num_absorbed:] - split))
-        ints = [slots, rows[order], lengths[order], starts32]
+        ints = [runs.slots, rows[order], lengths[order], starts32]
         pieces, pieces32 = self._upload(fields, ints)
-        input_ids, positions_device, slots_device, flat, logits_rows, rows_device, decode_rows = pieces
-        slots32, rows32, lengths32, query_starts = pieces32
-        if num_decodes:
-            input_ids[:num_decodes] = self._rows.last_token.index_select(0, decode_rows)
-        self._rows.write_slots(flat, slots32)
+        input_ids, positions_device, flat_device, given_device, logits_rows, sampled_rows = pieces
+        given_slots, rows32, lengths32, query_starts = pieces32
+        if num_device and in_order:
+            input_ids[:num_device] = runs.device_ids
+        elif num_device:
+            places = self._stream.upload(torch.from_numpy(step_token[:num_device]))
+            input_ids.index_copy_(0, places, runs.device_ids)
+        self._rows.write_slots(given_device, given_slots)
+        slots = self._rows.slots_at(flat_device)
 
         query_lens, context_lens = counts[order].tolist(), lengths[order].tolist()
 
         def group(begin: int, end: int, shift: int) -> PagedQueries | None:
             if begin == end:
                 return None
+            visible = None
+            if runs.visible is not None and shift == 0:
+                visible = self._sees(runs.visible, int(ends[end - 1]))
             return PagedQueries(
                 query_lens=query_lens[begin:end],
                 context_lens=context_lens[begin:end],
@@ -193,28 +244,41 @@ class BatchBuilder:
                 context_lens_device=lengths32[begin:end],
                 slot_table=self._rows.slot_table,
                 page_size=self._page_size,
+                visible=visible,
             )
 
         return StepBatch(
             input_ids=input_ids,
             positions=positions_device,
-            slots=slots_device,
+            slots=slots,
             logits_rows=logits_rows,
-            all_sampled=False,
+            all_sampled=num_tokens == len(sampled),
             attention=AttentionBatch(group(0, num_absorbed, 0), group(num_absorbed, num_requests, 1)),
-            sampled=SampledRows(rows[chosen], lengths[chosen], rows_device[:num_sampled]),
+            sampled=SampledRows(rows[owner[sampled]], positions[sampled] + 1, sampled_rows),
             offsets=offsets,
+            flat=flat_device,
         )
 
-    def _order(self, plan: StepPlan) -> tuple[np.ndarray, int]:
-        """The plan's requests in the order of the step's tokens, and how many of them form the decode group."""
-        num_requests = len(plan.rows)
-        absorbed = [self._form.absorbed(plan.starts[i], plan.counts[i]) for i in range(plan.num_decodes, num_requests)]
-        chunks = range(plan.num_decodes, num_requests)
+    def _sees(self, visible: np.ndarray, num_tokens: int) -> Tensor:
+        """Masks of the decode group: those of the trees, then for chunks computed in the same form all before."""
+        if len(visible) < num_tokens:
+            raise ValueError("a step with draft trees cannot have prompt chunks in its decode group")
+        return self._stream.upload(torch.from_numpy(visible))
+
+    def _order(self, runs: TokenRuns) -> tuple[np.ndarray, int]:
+        """The runs in the order of the step's tokens, and how many of them form the decode group.
+
+        Draft trees share the group with nobody else: a chunk there would need a mask of its own.
+        """
+        decodes, num_requests = runs.num_decodes, len(runs.rows)
+        chunks = range(decodes, num_requests)
+        if runs.visible is not None:
+            return np.arange(num_requests), decodes
+        starts, counts = runs.starts.tolist(), runs.counts.tolist()
+        absorbed = [self._form.absorbed(starts[i], counts[i]) for i in chunks]
         few = [i for i, is_absorbed in zip(chunks, absorbed) if is_absorbed]
         many = [i for i, is_absorbed in zip(chunks, absorbed) if not is_absorbed]
-        order = np.array([*range(plan.num_decodes), *few, *many], dtype=np.int64)
-        return order, plan.num_decodes + len(few)
+        return np.array([*range(decodes), *few, *many], dtype=np.int64), decodes + len(few)
 
     def _upload(self, fields: list[np.ndarray], ints: list[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
         """Copies int64 fields and fields that become int32 to the device in one piece; returns them there."""
@@ -230,21 +294,21 @@ class BatchBuilder:
 
     # -- checks
 
-    def _check(self, plan: StepPlan, counts: np.ndarray) -> None:
+    def _check(self, plan: StepPlan) -> None:
         """A plan that contradicts itself would write into another request's cache."""
-        decodes = plan.num_decodes
+        decodes, counts = plan.num_decodes, plan.counts
         lists = {len(plan.rows), len(plan.starts), len(plan.counts), len(plan.samples)}
-        if len(lists) > 1 or int(counts.sum()) != len(plan.slots):
+        if len(lists) > 1 or sum(counts) != len(plan.slots):
             raise ValueError(f"plan {plan.number}: lists of lengths {sorted(lists)}, {len(plan.slots)} slots")
-        if (counts <= 0).any() or (counts[:decodes] != 1).any():
+        if min(counts) <= 0 or any(count != 1 for count in counts[:decodes]):
             raise ValueError(f"plan {plan.number}: a count is not positive, or a decode's is not 1")
         if len(plan.input_ids) != len(plan.slots) - decodes:
             raise ValueError(f"plan {plan.number}: {len(plan.input_ids)} input ids, {len(plan.slots)} slots")
 
-    def _check_lengths(self, plan: StepPlan, lengths: np.ndarray) -> None:
+    def _check_lengths(self, rows: Sequence[int] | np.ndarray, lengths: np.ndarray) -> None:
         if len(lengths) and int(lengths.max()) > self._rows.width:
-            row = plan.rows[int(lengths.argmax())]
-            raise ValueError(f"plan {plan.number}: row {row} grows to {lengths.max()} > {self._rows.width} tokens")
+            row = rows[int(lengths.argmax())]
+            raise ValueError(f"row {row} grows to {lengths.max()} tokens, its table has {self._rows.width}")
 
 
 def _is_pure_decode(plan: StepPlan) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,10 @@ class DeviceStream:
     def from_list(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
         """A small device tensor of host values, for things that change rarely."""
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def read(self, tensor: Tensor) -> np.ndarray:
+        """A tensor's values on the host, now: an accelerator is waited for."""
+        return tensor.cpu().numpy()
 
     def download(self, tensors: Sequence[Tensor]) -> HostCopy:
         """Starts copying tensors to the host; on the CPU there is nothing to copy."""

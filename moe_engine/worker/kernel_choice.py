@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moe_engine.errors import ConfigError
@@ -19,10 +19,11 @@ from moe_engine.kernels.registry import Choice
 logger = logging.getLogger(__name__)
 
 FALLBACK = "torch"
+FAILED = "failed to load"
 
 
 def build_backends(device: Device, need: Need, asked: Mapping[str, str] | None = None) -> Backends:
-    """Chooses and builds ops, linear, experts and attention.
+    """Chooses and builds ops, linear, experts, attention and sampling.
 
     Raises:
         ConfigError: a backend that was asked for is unknown, cannot run here or fails to load.
@@ -34,8 +35,9 @@ def build_backends(device: Device, need: Need, asked: Mapping[str, str] | None =
         raise ConfigError(str(error)) from error
     _report_refusals(choices, asked)
     built = [_build(choice, device, need, asked) for choice in choices]
-    ops, linear, experts, attention = (kernel for kernel, _ in built)
-    return Backends(ops, linear, experts, attention, tuple(choice for _, choice in built))
+    _report_failures(choice for _, choice in built)
+    ops, linear, experts, attention, sampling = (kernel for kernel, _ in built)
+    return Backends(ops, linear, experts, attention, sampling, tuple(choice for _, choice in built))
 
 
 def _report_refusals(choices: tuple[Choice, ...], asked: Mapping[str, str]) -> None:
@@ -49,19 +51,29 @@ def _report_refusals(choices: tuple[Choice, ...], asked: Mapping[str, str]) -> N
         logger.warning("%s: %s kernels serve, because %s", ", ".join(found), FALLBACK, reason)
 
 
+def _report_failures(choices: Iterable[Choice]) -> None:
+    """One line for each reason why rows could not be built, however many families it left to the fallback."""
+    families: dict[str, list[str]] = {}
+    for choice in choices:
+        for name, why in choice.refused.items():
+            if why.startswith(FAILED):
+                families.setdefault(f"{name} {why}", []).append(choice.family)
+    for reason, found in families.items():
+        logger.warning("%s: using %s kernels, because %s", ", ".join(found), FALLBACK, reason)
+
+
 def _build(choice: Choice, device: Device, need: Need, asked: dict[str, str]) -> tuple[Any, Choice]:
     """The kernel, and the choice with its reason: the one made, or the fallback."""
     try:
         return choice.build(), choice
     except Exception as error:
-        reason = f"failed to load: {type(error).__name__}: {error}"
+        reason = f"{FAILED}: {type(error).__name__}: {error}"
         if asked.get(choice.family, "auto") != "auto":
             raise ConfigError(f"{choice.family} backend {choice.row.name!r} {reason}") from error
         if choice.row.name == FALLBACK:
             raise
-        logger.warning("%s backend %s %s; using %s", choice.family, choice.row.name, reason, FALLBACK)
     by_family = {c.family: c for c in choose(device, need, {**asked, choice.family: FALLBACK})}
     fallback = by_family[choice.family]
     refused = {**fallback.refused, choice.row.name: reason}
-    fallback = dataclasses.replace(fallback, reason=f"{choice.row.name} failed to load", refused=refused)
+    fallback = dataclasses.replace(fallback, reason=f"{choice.row.name} {FAILED}", refused=refused)
     return fallback.build(), fallback

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
 
 TOUCHED_AT_ONCE_BYTES = 512 << 20
@@ -50,6 +52,14 @@ class KVSpec:
         return numbers * self.num_layers * self.dtype.itemsize
 
 
+def kv_spec(config: ModelConfig, dtype: torch.dtype, num_further_layers: int = 0) -> KVSpec:
+    """What a token of this model leaves; further layers (MTP) follow the model's own."""
+    attention, num_layers = config.attention, config.num_layers + num_further_layers
+    if isinstance(attention, MLAConfig):
+        return KVSpec.mla(num_layers, attention.kv_lora_rank, attention.qk_rope_head_dim, dtype)
+    return KVSpec.gqa(num_layers, attention.num_kv_heads, attention.head_dim, dtype)
+
+
 class KVPool:
     """`layers[i]` is what `ForwardBatch.kv[i]` promises: [slots, C+P] for MLA, a pair of [slots, G, Dh] for GQA.
 
@@ -77,6 +87,12 @@ class KVPool:
     def num_bytes(self) -> int:
         """Address space; on the CPU a large pool takes memory page by page as slots are first written."""
         return (self.num_slots + self.page_size) * self.spec.bytes_per_token
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """What slots source [n] hold goes to slots target [n], in every layer; all is read before any is written."""
+        for parts in self._tensors:
+            for tensor in parts:
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def clear_dummy_page(self) -> None:
         for parts in self._tensors:

@@ -76,9 +76,18 @@ class LogitEdits:
             if edit.entry >= 0:
                 self._free.append(edit.entry)
 
-    def apply(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Changes logits [S, V] in place. `lengths[i]` is the number of tokens before the one to be sampled."""
-        self._penalise(logits, rows)
+    def apply(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        tried: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        """Changes logits [S, V] in place. `lengths[i]` is the number of tokens before the one to be sampled.
+
+        `tried`: drafts among those tokens, which nobody has counted: (index into `rows`, token) of each.
+        """
+        self._penalise(logits, rows, tried)
         biased: tuple[list[int], list[int], list[float]] = ([], [], [])
         banned: tuple[list[int], list[int]] = ([], [])
         for index in np.nonzero(self.wanted[rows])[0].tolist():
@@ -110,18 +119,27 @@ class LogitEdits:
         indices = [i for i in np.nonzero(self.wanted[rows])[0].tolist() if self._edits[int(rows[i])].entry >= 0]
         return [self._edits[int(rows[i])].entry for i in indices], indices
 
-    def _penalise(self, logits: Tensor, rows: np.ndarray) -> None:
+    def _penalise(self, logits: Tensor, rows: np.ndarray, tried: tuple[np.ndarray, np.ndarray] | None) -> None:
         entries, indices = self._penalised(rows)
         if not entries:
             return
         at_once = max(1, MAX_ELEMENTS // self._vocab_size)
         for begin in range(0, len(entries), at_once):
             piece = slice(begin, begin + at_once)
-            self._penalise_rows(logits, *self._indices(entries[piece], indices[piece]))
+            more = None if tried is None else self._in_piece(indices[piece], *tried)
+            self._penalise_rows(logits, *self._indices(entries[piece], indices[piece]), more)
 
-    def _penalise_rows(self, logits: Tensor, entry: Tensor, index: Tensor) -> None:
+    def _in_piece(self, indices: list[int], where: np.ndarray, what: np.ndarray) -> tuple[Tensor, Tensor]:
+        """The drafts that belong to `indices`, as (place in `indices`, token)."""
+        places = np.searchsorted(indices, where)
+        inside = (places < len(indices)) & (np.array(indices)[places.clip(max=len(indices) - 1)] == where)
+        return self._indices(places[inside].tolist(), what[inside].tolist())
+
+    def _penalise_rows(self, logits: Tensor, entry: Tensor, index: Tensor, more: tuple[Tensor, Tensor] | None) -> None:
         repetition, frequency, presence = self._strengths[:, entry].unsqueeze(-1)  # each [Q, 1]
         counts = self._output_counts[entry]  # [Q, V]
+        if more is not None:
+            counts.index_put_(more, counts.new_ones(()), accumulate=True)
         produced = counts > 0
         edited = logits[index]
         repeated = torch.where(edited > 0, edited / repetition, edited * repetition)

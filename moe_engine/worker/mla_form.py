@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_engine.models.config import GQAConfig, MLAConfig
+
 
 @dataclass(frozen=True)
 class MLAFormPolicy:
@@ -37,3 +39,17 @@ class MLAFormPolicy:
     def absorbed(self, start: int, count: int) -> bool:
         """Whether `count` query tokens that follow `start` tokens are computed in the absorbed form."""
         return self.deterministic or count * (start + count / 2) < self.break_even * start
+
+
+def form_policy(
+    attention: MLAConfig | GQAConfig, *, deterministic: bool = False, break_even: float | None = None
+) -> MLAFormPolicy:
+    """The policy of a model; `break_even` where it was measured."""
+    if isinstance(attention, GQAConfig):
+        return MLAFormPolicy(break_even=0.0)  # one contract for both groups: chunks need not be told apart
+    if break_even is not None:
+        return MLAFormPolicy(break_even, deterministic)
+    a = attention
+    return MLAFormPolicy.from_widths(
+        a.kv_lora_rank, a.qk_rope_head_dim, a.qk_nope_head_dim, a.v_head_dim, deterministic=deterministic
+    )

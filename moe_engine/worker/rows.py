@@ -16,11 +16,12 @@ from torch import Tensor
 
 from moe_engine.types import LogprobSpec, NewRow, RowWrite
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.history import History
 from moe_engine.worker.logit_edits import LogitEdits
 from moe_engine.worker.sampling_state import SamplingState
 
 PAD_TOKENS = 8
-"""Positions a row may run past the context length: an overlapped decode whose result is dropped, drafts."""
+"""Positions a row may run past the context length: an overlapped decode whose result is dropped."""
 
 
 @dataclass
@@ -33,17 +34,24 @@ class PromptLogprobs:
 
 
 class Rows:
-    """State of `max_rows` rows. `apply` enters and forgets requests; the step's own slots come by `write_slots`."""
+    """State of `max_rows` rows. `apply` enters and forgets requests; the step's own slots come by `write_slots`.
 
-    def __init__(self, max_rows: int, context_len: int, vocab_size: int, stream: DeviceStream) -> None:
+    With drafts the worker itself counts and remembers tokens: `history` holds them, and a row may run `num_drafts`
+    further past the context length for each of the two steps that can be under way.
+    """
+
+    def __init__(
+        self, max_rows: int, context_len: int, vocab_size: int, stream: DeviceStream, *, num_drafts: int = 0
+    ) -> None:
         self.max_rows = max_rows
         self.context_len = context_len
         self.vocab_size = vocab_size
         self._stream = stream
-        width = -(-(context_len + PAD_TOKENS) // 16) * 16
+        width = -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
         self.slot_table: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
         self.last_token: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)
         self._flat_table = self.slot_table.view(-1)
+        self.history = History(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitEdits(max_rows, vocab_size, stream)
         self.logprobs: dict[int, LogprobSpec] = {}
@@ -63,6 +71,21 @@ class Rows:
         for write in writes:
             self._point(write.row, write.start, write.slots)
 
+    def reserve(self, writes: Sequence[RowWrite]) -> None:
+        """Enters slots for tokens to come, in one go."""
+        if not writes:
+            return
+        first = [write.row * self.width + write.start for write in writes]
+        sizes = [len(write.slots) for write in writes]
+        slots = np.fromiter((slot for write in writes for slot in write.slots), np.int32, sum(sizes))
+        before = np.cumsum(sizes) - sizes
+        flat = np.repeat(np.array(first) - before, sizes) + np.arange(len(slots))
+        self.write_slots(self._stream.upload(torch.from_numpy(flat)), self._stream.upload(torch.from_numpy(slots)))
+
+    def slots_at(self, flat: Tensor) -> Tensor:
+        """slot_table.flat[flat[t]], flat [T] int64 -> [T] int64."""
+        return self._flat_table.index_select(0, flat).long()
+
     def write_slots(self, flat: Tensor, slots: Tensor) -> None:
         """slot_table.flat[flat[t]] = slots[t]; flat [T] int64, slots [T] int32."""
         self._flat_table.index_copy_(0, flat, slots)
@@ -72,6 +95,8 @@ class Rows:
             raise ValueError(f"request {new.rid}: row {new.row} is outside the worker's {self.max_rows} rows")
         self._forget(new.row)
         self._point(new.row, 0, new.slots)
+        if self.history is not None:
+            self.history.enter(new)
         self.sampling.enter(new)
         self.edits.enter(new)
         if new.logprobs is not None:

@@ -6,31 +6,13 @@ whatever runs beside the request, after a restart, and after a retraction.
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 
+from moe_engine.kernels.sampling.protocol import Draw
 from moe_engine.types import NewRow
-
-SMALL_TOP_K = 64
-LARGE_TOP_K = 1024
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-class Draw(IntEnum):
-    """The cheapest exact way to draw for a row; depends on the row's own parameters only."""
-
-    GREEDY = 0
-    WHOLE = 1
-    """Temperature and min_p: no sorting, the distribution is walked in vocabulary order."""
-    SMALL_TOP = 2
-    """top_k <= 64."""
-    LARGE_TOP = 3
-    """top_k <= 1024."""
-    NUCLEUS = 4
-    """top_p without a small top_k."""
 
 
 def mix64(value: int) -> int:
@@ -41,8 +23,13 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def uniforms(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) with 24 random bits, float32, one for each (mix64(seed), position)."""
+def uniforms(mixed_seeds: np.ndarray, positions: np.ndarray, salt: int = 0) -> np.ndarray:
+    """Numbers in [0, 1) with 24 random bits, float32, one for each (mix64(seed), position).
+
+    Another salt is another, independent stream; tokens are drawn with salt 0.
+    """
+    if salt:
+        mixed_seeds = mixed_seeds ^ np.uint64(mix64(salt))
     value = mixed_seeds + positions.astype(np.uint64) * np.uint64(_GOLDEN)
     value += np.uint64(_GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -67,19 +54,10 @@ class SamplingState:
     def enter(self, new: NewRow) -> None:
         sampling, row = new.sampling, new.row
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
-        if sampling.is_greedy:
-            draw = Draw.GREEDY
-        elif top_k < self._vocab_size and top_k <= SMALL_TOP_K:
-            draw = Draw.SMALL_TOP
-        elif top_k < self._vocab_size and top_k <= LARGE_TOP_K:
-            draw = Draw.LARGE_TOP
-        elif top_k < self._vocab_size or sampling.top_p < 1.0:
-            draw = Draw.NUCLEUS
-        else:
-            draw = Draw.WHOLE
+        greedy = sampling.is_greedy
         self.version += 1
-        self.draw[row] = draw
-        self.temperature[row] = 1.0 if draw == Draw.GREEDY else sampling.temperature
+        self.draw[row] = Draw.of(greedy, top_k, sampling.top_p, self._vocab_size)
+        self.temperature[row] = 0.0 if greedy else sampling.temperature
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.top_k[row] = top_k

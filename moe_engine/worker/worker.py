@@ -21,15 +21,16 @@ import torch
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.device import Need, probe
 from moe_engine.kernels.registry import Choice
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.context import SINGLE, ParallelContext
-from moe_engine.types import StepPlan, StepResult
+from moe_engine.types import SpeculationConfig, StepPlan, StepResult
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kernel_choice import build_backends
-from moe_engine.worker.kv_pool import KVPool, KVSpec
-from moe_engine.worker.mla_form import MLAFormPolicy
+from moe_engine.worker.kv_pool import KVPool, kv_spec
+from moe_engine.worker.mla_form import form_policy
 from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner, PendingStep
+from moe_engine.worker.runner import ModelRunner, PendingResult
+from moe_engine.worker.speculation.build import DraftOptions, add_speculation, num_mtp_layers
 from moe_engine.worker.warmup import warm_up
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class WorkerOptions:
         num_threads: threads of torch's operators; None is one per physical core this process may use.
         deterministic: a token is computed alike whether alone or in a chunk (see `MLAFormPolicy`).
         absorbed_break_even: the policy's number where measured; None derives it from the model's widths.
+        draft_config: of the model in `speculation.draft_model_path`, where there is one.
     """
 
     model_path: str
@@ -67,6 +69,8 @@ class WorkerOptions:
     num_threads: int | None = None
     deterministic: bool = False
     absorbed_break_even: float | None = None
+    speculation: SpeculationConfig | None = None
+    draft_config: ModelConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class WorkerInfo:
     choices: tuple[Choice, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0
+    draft_bytes: int = 0
+    """Weights and cache of the drafter, beside the two above."""
     num_threads: int = 0
     load_seconds: float = 0.0
     warmup_seconds: float = 0.0
@@ -158,27 +164,7 @@ def physical_cores() -> int:
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
 
 
-def kv_spec(config: ModelConfig, dtype: torch.dtype) -> KVSpec:
-    attention = config.attention
-    if isinstance(attention, MLAConfig):
-        return KVSpec.mla(config.num_layers, attention.kv_lora_rank, attention.qk_rope_head_dim, dtype)
-    return KVSpec.gqa(config.num_layers, attention.num_kv_heads, attention.head_dim, dtype)
-
-
-def form_policy(options: WorkerOptions) -> MLAFormPolicy:
-    attention = options.model_config.attention
-    if isinstance(attention, GQAConfig):
-        return MLAFormPolicy(break_even=0.0)  # one contract for both groups: chunks need not be told apart
-    if options.absorbed_break_even is not None:
-        return MLAFormPolicy(options.absorbed_break_even, options.deterministic)
-    a = attention
-    return MLAFormPolicy.from_widths(
-        a.kv_lora_rank, a.qk_rope_head_dim, a.qk_nope_head_dim, a.v_head_dim, deterministic=options.deterministic
-    )
-
-
-def kernels_for(options: WorkerOptions) -> Backends:
-    config = options.model_config
+def kernels_for(options: WorkerOptions, config: ModelConfig) -> Backends:
     need = Need(
         dtype=options.dtype, kv_dtype=options.kv_dtype, attention=config.attention.kind, page_size=options.page_size
     )
@@ -198,8 +184,10 @@ def _prepare(
     config = options.model_config
     dtype = getattr(torch, options.dtype)
     kv_dtype = dtype if options.kv_dtype == "auto" else getattr(torch, options.kv_dtype)
-    backends = kernels_for(options)
-    rows = Rows(options.max_rows, options.context_len, config.vocab_size, stream)
+    backends = kernels_for(options, config)
+    speculation = options.speculation
+    num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
+    rows = Rows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
     model = load_model(
         options.model_path,
         config,
@@ -213,13 +201,32 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
-    pool = KVPool(kv_spec(config, kv_dtype), options.num_slots, options.page_size, stream)
-    runner = ModelRunner(model, pool, rows, backends.attention, stream, form=form_policy(options))
+    spec = kv_spec(config, kv_dtype, num_mtp_layers(config, speculation))
+    pool = KVPool(spec, options.num_slots, options.page_size, stream)
+    form = form_policy(config.attention, deterministic=options.deterministic, break_even=options.absorbed_break_even)
+    runner = ModelRunner(model, pool, rows, backends.attention, stream, form=form)
+    draft_bytes = 0
+    if speculation is not None:
+        draft_config = options.draft_config
+        draft_options = DraftOptions(
+            model_path=options.model_path,
+            model_config=config,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            load_format=options.load_format,
+            dummy_seed=options.dummy_seed,
+            progress=progress,
+            deterministic=options.deterministic,
+            draft_config=draft_config,
+            draft_backends=kernels_for(options, draft_config) if draft_config is not None else None,
+        )
+        draft_bytes = add_speculation(runner, speculation, draft_options)
     warm_up(runner)
     info = WorkerInfo(
         choices=backends.choices,
         weight_bytes=getattr(model, "weight_bytes", 0) or config.weight_bytes(dtype.itemsize),
         kv_bytes=pool.num_bytes,
+        draft_bytes=draft_bytes,
         num_threads=torch.get_num_threads(),
         load_seconds=loaded - began,
         warmup_seconds=time.perf_counter() - loaded,
@@ -227,7 +234,7 @@ def _prepare(
     return runner, info
 
 
-def _collect(pending: PendingStep, future: Future[StepResult]) -> None:
+def _collect(pending: PendingResult, future: Future[StepResult]) -> None:
     try:
         future.set_result(pending.take())
     except Exception as error:

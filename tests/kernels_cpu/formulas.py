@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -74,11 +76,14 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
     return torch.zeros_like(scores).scatter_(-1, ids, weights * spec.scale)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions."""
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+    """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and see those before them, or each
+    other as seen [t, t] says."""
     scores = torch.einsum("thd,shd->hts", q.double(), k.double()) * scale
     t, s = scores.shape[1:]
     hidden = torch.arange(s)[None, :] > torch.arange(s - t, s)[:, None]
+    if seen is not None:
+        hidden = torch.cat((torch.zeros(t, s - t, dtype=torch.bool), ~seen), 1)
     return torch.einsum("hts,shv->thv", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v.double())
 
 
@@ -99,6 +104,21 @@ def paged_queries(lens: list[tuple[int, int]], page_size: int = 1, shuffle: bool
         page_size,
     )  # fmt: skip
     return queries, total * page_size
+
+
+def random_trees(queries: PagedQueries) -> tuple[PagedQueries, list[Tensor]]:
+    """The same queries as draft trees, every token with a random parent before it; and who sees whom, [t, t] each."""
+    trees, bits = [], []
+    for count in queries.query_lens:
+        seen = torch.eye(count, dtype=torch.bool)
+        for token in range(1, count):
+            parent = int(torch.randint(-1, token, ()))  # -1: a root beside the others
+            if parent >= 0:
+                seen[token] |= seen[parent]
+        trees.append(seen)
+        bits += [sum(1 << b for b in row.nonzero().flatten().tolist()) for row in seen]
+    signed = [b - (1 << 64) if b >= 1 << 63 else b for b in bits]
+    return replace(queries, visible=torch.tensor(signed, dtype=torch.int64)), trees
 
 
 def slots_of(queries: PagedQueries, request: int) -> Tensor:

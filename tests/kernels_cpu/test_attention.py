@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,16 @@ from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import Library
 from tests.kernels_cpu.conftest import threads
-from tests.kernels_cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, slots_of
+from tests.kernels_cpu.formulas import (
+    attend,
+    close,
+    filled_cache,
+    normal,
+    only,
+    paged_queries,
+    random_trees,
+    slots_of,
+)
 
 LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 64), (16, 1100)]
 ROTARY = 64
@@ -129,6 +140,52 @@ def test_paged(any_library: Library, dtype: torch.dtype, heads: int, groups: int
         assert torch.equal(gqa.paged(mine[last], k_cache, v_cache, alone, scale, None), whole[request][last])
     with threads(1):
         assert torch.equal(gqa.paged(q, k_cache, v_cache, queries, scale, None), got)
+
+
+TREES = [(1, 1), (1, 70), (7, 7), (64, 64), (5, 131), (16, 526), (64, 700), (40, 64)]
+
+
+def test_trees(any_library: Library, dtype: torch.dtype) -> None:
+    """Draft trees in both paged forms, over empty and long contexts; the other branches must leave no trace."""
+    mla, gqa = CpuMLA(any_library), CpuGQA(any_library)
+    plain, size = paged_queries(TREES, 16)
+    queries, trees = random_trees(plain)
+    cache, v_cache = (filled_cache(queries, size, 2, 96, dtype=dtype) for _ in range(2))
+    q = normal(queries.num_tokens, 6, 96, dtype=dtype)
+    plan = mla.plan(AttentionBatch(queries, None))
+    latent = mla.absorbed(q, cache[:, 0], queries, 0.1, plan)
+    paged = gqa.paged(q, cache, v_cache, queries, 0.1, plan)
+    for request, (mine, seen) in enumerate(zip(q.split(queries.query_lens), trees)):
+        slots = slots_of(queries, request)
+        keys = cache[slots, :1].expand(-1, 6, -1)
+        tokens = slice(sum(queries.query_lens[:request]), sum(queries.query_lens[: request + 1]))
+        close(latent[tokens], attend(mine, keys, keys[..., :32], 0.1, seen), 2)
+        k, v = (c[slots].repeat_interleave(3, 1) for c in (cache, v_cache))
+        close(paged[tokens], attend(mine, k, v, 0.1, seen), 2)
+    with threads(1):
+        assert torch.equal(mla.absorbed(q, cache[:, 0], queries, 0.1, None), latent)
+        assert torch.equal(gqa.paged(q, cache, v_cache, queries, 0.1, None), paged)
+
+
+def test_a_chain_is_a_tree_with_the_same_bits(library: Library, dtype: torch.dtype) -> None:
+    mla = CpuMLA(library)
+    plain, size = paged_queries([(3, 70), (16, 520), (64, 64)], 4)
+    cache = filled_cache(plain, size, 96, dtype=dtype)
+    q = normal(plain.num_tokens, 4, 96, dtype=dtype)
+    chain = [(2 << t) - 1 if t < 63 else -1 for count in plain.query_lens for t in range(count)]
+    tree = replace(plain, visible=torch.tensor(chain))
+    assert torch.equal(mla.absorbed(q, cache, tree, 0.1, None), mla.absorbed(q, cache, plain, 0.1, None))
+
+
+def test_trees_belong_to_the_paged_forms(library: Library) -> None:
+    mla = CpuMLA(library)
+    queries, size = paged_queries([(3, 9)])
+    queries, _ = random_trees(queries)
+    cache = torch.zeros(size, 96)
+    with pytest.raises(ValueError, match="gathered"):
+        mla.gather_latent(cache, queries, None)
+    with pytest.raises(ValueError, match="expanded"):
+        mla.expanded(torch.zeros(3, 2, 96), torch.zeros(9, 2, 64), torch.zeros(9, 64), queries, 1.0, None)
 
 
 def test_no_requests(library: Library, dtype: torch.dtype) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -119,3 +121,49 @@ def test_low_precision_is_computed_in_float32() -> None:
     got = TorchGQA().paged(q, k_cache, v_cache, queries, 0.5, None)
     wide = TorchGQA().paged(q.float(), k_cache.float(), v_cache.float(), queries, 0.5, None)
     assert torch.equal(got, wide.bfloat16())
+
+
+PARENTS = {1: [-1, 0, 0, 2], 2: [-1, 0, 0]}  # requests 1 and 2 of LENGTHS as trees: each query token's parent
+
+
+def trees(queries: PagedQueries) -> tuple[PagedQueries, dict[tuple[int, int], list[int]]]:
+    """The queries with `visible`, and by (request, query token) the query tokens on its way to the root."""
+    bits, paths = [], {}
+    for i, (num_queries, _) in enumerate(LENGTHS):
+        for j in range(num_queries):
+            path, at = [], j
+            while at >= 0:
+                path.append(at)
+                at = PARENTS.get(i, [-1])[at]
+            paths[i, j] = sorted(path)
+            bits.append(sum(1 << b for b in path))
+    return replace(queries, visible=torch.tensor(bits)), paths
+
+
+@pytest.mark.usefixtures("block")
+def test_trees() -> None:
+    queries, paths = trees(paged())
+    q, cache = rand(9, 4, 12, seed=9), cache_for(queries, 2, 12, seed=20)
+    v_cache = cache_for(queries, 2, 12, seed=60)
+    latent = TorchMLA().absorbed(q, cache[:, 0], queries, 0.3, None, value_width=10)
+    mixed = TorchGQA().paged(q, cache, v_cache, queries, 0.3, None)
+    for (token, i, _), path in zip(each_query(queries), paths.values()):
+        before = LENGTHS[i][1] - LENGTHS[i][0]
+        seen = slots_of(queries, i)[[*range(before), *(before + b for b in path)]]
+        for h in range(4):
+            want = softmax_mix(q[token, h], cache[seen, 0], cache[seen, 0, :10], 0.3)
+            torch.testing.assert_close(latent[token, h].double(), want, rtol=1e-4, atol=1e-5)
+            want = softmax_mix(q[token, h], cache[seen, h // 2], v_cache[seen, h // 2], 0.3)
+            torch.testing.assert_close(mixed[token, h].double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tree_has_at_most_64_tokens_and_no_expanded_form() -> None:
+    queries, _ = trees(paged())
+    with pytest.raises(ValueError, match="gathered"):
+        TorchMLA().gather_latent(cache_for(queries, 12, seed=1), queries, None)
+    with pytest.raises(ValueError, match="expanded"):
+        TorchMLA().expanded(rand(9, 2, 12), rand(23, 2, 16), rand(23, 4), queries, 1.0, None)
+    with pytest.raises(ValueError, match="64 query tokens"):
+        replace(queries, query_lens=[65], visible=torch.ones(65, dtype=torch.int64))
+    with pytest.raises(ValueError, match="int64"):
+        replace(queries, visible=torch.ones(9, dtype=torch.int32))

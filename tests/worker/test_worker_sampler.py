@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from moe_engine.kernels import backends
+from moe_engine.kernels.device import Need, cpu_device
+from moe_engine.kernels.sampling import reference as reference_module
+from moe_engine.kernels.sampling.protocol import SamplingKernel
+from moe_engine.kernels.sampling.reference import TorchSampling
 from moe_engine.types import NewRow, SamplingParams
-from moe_engine.worker import sampler as sampler_module
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.sampler import INVALID_TOKEN, SampledRows, Sampler, first_argmax
+from moe_engine.worker.sampler import INVALID_TOKEN, SampledRows, Sampler
 from moe_engine.worker.sampling_state import SamplingState, mix64, uniforms
 
 STREAM = DeviceStream("cpu")
@@ -49,12 +53,21 @@ def reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return out
 
 
-def make(params: list[SamplingParams], vocab: int, seeds: list[int] | None = None) -> Sampler:
+@pytest.fixture(params=["torch", "cpu"])
+def kernel(request: pytest.FixtureRequest) -> SamplingKernel:
+    try:
+        chosen = backends.choose(cpu_device(), Need("float32"), {"sampling": request.param})
+    except ValueError as error:
+        pytest.skip(str(error))
+    return chosen[-1].build()
+
+
+def make(kernel: SamplingKernel, params: list[SamplingParams], vocab: int, seeds: list[int] | None = None) -> Sampler:
     state = SamplingState(len(params), vocab)
     for row, p in enumerate(params):
         seed = seeds[row] if seeds is not None else row
         state.enter(NewRow(row, "r", [1], 1, [], p, seed, frozenset()))
-    return Sampler(state, STREAM)
+    return Sampler(state, STREAM, kernel)
 
 
 def take(rows: list[int] | np.ndarray, lengths: list[int] | np.ndarray) -> SampledRows:
@@ -63,10 +76,10 @@ def take(rows: list[int] | np.ndarray, lengths: list[int] | np.ndarray) -> Sampl
 
 
 @pytest.mark.parametrize("values", PARAMS, ids=str)
-def test_distribution(values: dict) -> None:
+def test_distribution(kernel: SamplingKernel, values: dict) -> None:
     params, vocab, draws = SamplingParams(**values), 12, 20_000
     logits = np.random.default_rng(1).normal(0, 1.5, vocab).astype(np.float32)
-    sampler = make([params], vocab, [1234])
+    sampler = make(kernel, [params], vocab, [1234])
     rows = take(np.zeros(draws, dtype=np.int64), np.arange(draws))
     tokens = sampler.sample(torch.from_numpy(logits).expand(draws, vocab).contiguous(), rows)
     counts = np.bincount(tokens.numpy(), minlength=vocab)
@@ -90,38 +103,38 @@ def test_distribution(values: dict) -> None:
     ids=str,
 )
 @pytest.mark.parametrize(("vocab", "num_rows"), [(3000, 64), (20_000, 16)])
-def test_large_vocabulary_token_by_token(values: dict, vocab: int, num_rows: int) -> None:
+def test_large_vocabulary_token_by_token(kernel: SamplingKernel, values: dict, vocab: int, num_rows: int) -> None:
     """With the uniform number known, the token follows; sums in float32 may tip one near a boundary."""
     params = SamplingParams(**{"temperature": 1.0} | values)
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 2, (num_rows, vocab)).astype(np.float32))
-    sampler = make([params] * num_rows, vocab)
+    sampler = make(kernel, [params] * num_rows, vocab)
     tokens = sampler.sample(logits, take(range(num_rows), [5] * num_rows)).numpy()
     u = uniforms(np.array([mix64(i) for i in range(num_rows)], dtype=np.uint64), np.full(num_rows, 5))
-    in_order = not params.top_k > 0 and params.top_p == 1.0
     wrong = 0
     for row in range(num_rows):
         probs = reference(logits[row].numpy(), params)
-        order = np.arange(vocab) if in_order else np.argsort(-logits[row].numpy(), kind="stable")
-        expected = order[np.searchsorted(np.cumsum(probs[order]), u[row], side="right")]
+        expected = np.searchsorted(np.cumsum(probs), u[row], side="right")
         assert probs[tokens[row]] > 0
         wrong += expected != tokens[row]
     assert wrong <= 2
 
 
 @pytest.mark.parametrize("at_once", [1 << 24, 7000])
-def test_a_row_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(sampler_module, "MAX_ELEMENTS", at_once)
+def test_a_row_does_not_depend_on_its_neighbours(
+    kernel: SamplingKernel, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(reference_module, "CACHED_ELEMENTS", at_once)
     vocab, generator = 2500, torch.Generator().manual_seed(0)
     params = [SamplingParams(**p) for p in PARAMS] + [SamplingParams(temperature=0.0), SamplingParams(top_k=300)]
     params += [SamplingParams(top_p=p, temperature=t) for p, t in ((0.999, 3.0), (0.5, 0.2), (0.7, 0.9), (0.6, 1.0))]
     logits = torch.randn(len(params), vocab, generator=generator) * 2
     lengths = np.arange(len(params)) + 10
-    sampler = make(params, vocab)
+    sampler = make(kernel, params, vocab)
     together = sampler.sample(logits, take(range(len(params)), lengths))
     alone = [int(sampler.sample(logits[i : i + 1].clone(), take([i], [lengths[i]]))) for i in range(len(params))]
     assert together.tolist() == alone
     shuffled = np.random.default_rng(0).permutation(len(params))
-    again = make(params, vocab).sample(logits[shuffled], take(shuffled, lengths[shuffled]))  # a fresh sampler
+    again = make(kernel, params, vocab).sample(logits[shuffled], take(shuffled, lengths[shuffled]))  # a fresh sampler
     assert again.tolist() == together[shuffled].tolist()
 
 
@@ -135,6 +148,17 @@ def test_seed_and_position_make_the_number() -> None:
         assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 0.02
 
 
+def test_another_salt_is_another_stream() -> None:
+    seeds, positions = np.array([mix64(s) for s in range(3000)], dtype=np.uint64), np.arange(3000)
+    streams = np.stack([uniforms(seeds, positions, salt) for salt in range(4)])
+    assert (streams[0] == uniforms(seeds, positions)).all()
+    assert np.abs(np.corrcoef(streams) - np.eye(4)).max() < 0.08  # 4 standard deviations
+    assert np.abs(streams.mean(1) - 0.5).max() < 0.025
+    sampler = make(TorchSampling(), [SamplingParams()] * 3, 8)
+    found = sampler.uniforms(take([2, 0], [9, 4]), 7)
+    assert found.tolist() == uniforms(np.array([mix64(2), mix64(0)], dtype=np.uint64), np.array([9, 4]), 7).tolist()
+
+
 def test_numbers_stay_the_same_between_versions() -> None:
     assert mix64(0) == 0xE220A8397B1DCDAF  # splitmix64's first output, as published
     value = mix64((mix64(42) + 7 * 0x9E3779B97F4A7C15) % 2**64) >> 40
@@ -142,29 +166,17 @@ def test_numbers_stay_the_same_between_versions() -> None:
     assert value * 2.0**-24 == 0.7347204089164734
 
 
-def test_negative_and_huge_seeds() -> None:
-    sampler = make([SamplingParams()] * 2, 8, [-1, 1 << 70])
+def test_negative_and_huge_seeds(kernel: SamplingKernel) -> None:
+    sampler = make(kernel, [SamplingParams()] * 2, 8, [-1, 1 << 70])
     assert (sampler.sample(torch.zeros(2, 8), take([0, 1], [3, 3])) >= 0).all()
-
-
-@pytest.mark.parametrize("vocab", [5, 1023, 1024, 1500, 4097])
-def test_first_argmax(vocab: int) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randint(0, 6, (50, vocab), generator=generator).float()  # many ties
-    value, index = first_argmax(logits)
-    assert torch.equal(index, torch.from_numpy(logits.numpy().argmax(-1)))
-    assert torch.equal(value, logits.amax(-1))
-    logits[0, vocab - 1] = torch.nan
-    logits[1, 2] = torch.nan
-    assert first_argmax(logits)[0].isnan().tolist() == [True, True] + [False] * 48
 
 
 @pytest.mark.parametrize("vocab", [12, 3000])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_broken_rows_fail_alone(bad: float, vocab: int) -> None:
+def test_broken_rows_fail_alone(kernel: SamplingKernel, bad: float, vocab: int) -> None:
     params = [SamplingParams(**p) for p in [*PARAMS, {"temperature": 0.0}, {"top_k": 300}] for _ in range(2)]
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(3))
-    sampler, rows = make(params, vocab), take(range(len(params)), [4] * len(params))
+    sampler, rows = make(kernel, params, vocab), take(range(len(params)), [4] * len(params))
     whole = sampler.sample(logits, rows)
     logits[::2, 7] = bad
     tokens = sampler.sample(logits, rows)
@@ -172,25 +184,25 @@ def test_broken_rows_fail_alone(bad: float, vocab: int) -> None:
     assert torch.equal(tokens[1::2], whole[1::2])
 
 
-def test_nothing_left_to_choose() -> None:
+def test_nothing_left_to_choose(kernel: SamplingKernel) -> None:
     params = [SamplingParams(**p) for p in [*PARAMS, {"temperature": 0.0}]]
     logits = torch.full((len(params), 12), -torch.inf)
-    tokens = make(params, 12).sample(logits, take(range(len(params)), [0] * len(params)))
+    tokens = make(kernel, params, 12).sample(logits, take(range(len(params)), [0] * len(params)))
     assert (tokens == INVALID_TOKEN).all()
 
 
-def test_masked_tokens_are_never_drawn() -> None:
+def test_masked_tokens_are_never_drawn(kernel: SamplingKernel) -> None:
     logits = torch.full((4000, 6), -torch.inf)
     logits[:, 3] = 0.0
     for values in PARAMS:
-        sampler = make([SamplingParams(**values)], 6)
+        sampler = make(kernel, [SamplingParams(**values)], 6)
         tokens = sampler.sample(logits, take(np.zeros(4000, dtype=np.int64), np.arange(4000)))
         assert (tokens == 3).all()
 
 
-def test_entering_a_sampled_request_ends_the_greedy_way() -> None:
+def test_entering_a_sampled_request_ends_the_greedy_way(kernel: SamplingKernel) -> None:
     state = SamplingState(2, 4)
-    sampler = Sampler(state, STREAM)
+    sampler = Sampler(state, STREAM, kernel)
     rows = take([0, 1], [1, 1])
     state.enter(NewRow(0, "a", [1], 1, [], SamplingParams(temperature=0.0), 0, frozenset()))
     state.enter(NewRow(1, "b", [1], 1, [], SamplingParams(temperature=0.0), 0, frozenset()))
@@ -201,3 +213,61 @@ def test_entering_a_sampled_request_ends_the_greedy_way() -> None:
         int(sampler.sample(logits, SampledRows(rows.rows, rows.lengths + i, rows.rows_device))[1]) for i in range(50)
     }
     assert drawn == {0, 1, 2, 3}
+
+
+def test_a_row_may_come_several_times(kernel: SamplingKernel) -> None:
+    """The nodes of a draft tree: each draws as its row would at that length, whatever stands beside it."""
+    params, vocab = [SamplingParams(**p) for p in PARAMS] + [SamplingParams(temperature=0.0)], 700
+    generator = np.random.default_rng(8)
+    rows, lengths = generator.integers(0, len(params), 60), generator.integers(1, 30, 60)
+    logits = torch.from_numpy(generator.normal(0, 2, (60, vocab)).astype(np.float32))
+    sampler = make(kernel, params, vocab)
+    tree = take(rows, lengths)
+    tokens, asked = sampler.sample(logits, tree), torch.randint(0, vocab, (60, 3))
+    found = sampler.probabilities(logits, tree, asked)
+    for i in range(60):
+        one = take([rows[i]], [lengths[i]])
+        assert sampler.sample(logits[i : i + 1], one).tolist() == tokens[i : i + 1].tolist()
+        assert torch.equal(sampler.probabilities(logits[i : i + 1], one, asked[i : i + 1]), found[i : i + 1])
+    assert torch.equal(sampler.sample(logits, tree), tokens)
+
+
+@pytest.mark.parametrize("values", PARAMS, ids=str)
+def test_probabilities(kernel: SamplingKernel, values: dict) -> None:
+    params, vocab = SamplingParams(**values), 12
+    logits = np.random.default_rng(6).normal(0, 1.5, (3, vocab)).astype(np.float32)
+    asked = torch.cat([torch.arange(vocab), torch.tensor([-1, -7])]).expand(3, -1)
+    sampler = make(kernel, [params], vocab)
+    found = sampler.probabilities(torch.from_numpy(logits), take([0, 0, 0], [1, 2, 3]), asked)
+    assert found.dtype == torch.float32
+    for row in range(3):
+        np.testing.assert_allclose(found[row, :vocab].numpy(), reference(logits[row], params), atol=1e-6)
+    assert (found[:, vocab:] == 0).all()
+
+
+def test_probabilities_of_greedy_rows(kernel: SamplingKernel) -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 1.0], [torch.nan, 1.0, 1.0]])
+    asked = torch.tensor([[1, 2, -1]] * 3)
+    wanted = [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+    alone = make(kernel, [greedy] * 3, 3).probabilities(logits, take([0, 1, 2], [1, 1, 1]), asked)
+    assert alone.tolist() == wanted
+    logits, asked = torch.cat([logits, torch.zeros(1, 3)]), torch.cat([asked, asked[:1]])
+    mixed = make(kernel, [greedy] * 3 + [sampled], 3).probabilities(logits, take([0, 1, 2, 3], [1, 1, 1, 1]), asked)
+    assert mixed[:3].tolist() == wanted
+    assert mixed[3].tolist() == pytest.approx([1 / 3, 1 / 3, 0])
+
+
+def test_entering_a_request_changes_what_is_gathered(kernel: SamplingKernel) -> None:
+    """Steps of the same rows share what was gathered for them, until a row is entered."""
+    state = SamplingState(2, 4)
+    sampler = Sampler(state, STREAM, kernel)
+    for row in range(2):
+        state.enter(NewRow(row, "old", [1], 1, [], SamplingParams(temperature=1.0), 0, frozenset()))
+    rows, logits = take([0, 1], [1, 1]), torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
+    asked = torch.arange(4).expand(2, -1)
+    before = sampler.probabilities(logits, rows, asked)
+    assert (before > 0).all()
+    state.enter(NewRow(1, "new", [1], 1, [], SamplingParams(top_k=2, temperature=1.0), 0, frozenset()))
+    after = sampler.probabilities(logits, rows, asked)
+    assert torch.equal(after[0], before[0]) and (after[1] > 0).tolist() == [False, False, True, True]

@@ -72,7 +72,7 @@ void parallel_ranges(int64_t count, double cost, const Body& body) {
 
 // Memory that a thread keeps between calls, one block for each purpose. Contents are undefined.
 enum Purpose {
-  ROWS, PRODUCT, HIDDEN, QUERIES, KEYS, VALUES, SCORES, WEIGHTS, OUTPUT, TOTAL, STATS, TILES,  // one thread's own
+  ROWS, PRODUCT, HIDDEN, QUERIES, KEYS, VALUES, SCORES, WEIGHTS, OUTPUT, TOTAL, STATS, TILES, TURNED,  // a thread's own
   SHARED_ROWS, SHARED_HIDDEN, SHARED_OUT, SHARED_STATS, SHARED_INDEX, SHARED_UNITS,  // a caller's, read by its team
   PURPOSES
 };

@@ -193,46 +193,6 @@ void tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t pan
   run(std::integral_constant<int, 1>());
 }
 
-// rows[i] holds 16 units of line i; afterwards rows[i] holds unit i of the 16 lines.
-INLINE void transpose(uint32_t* to, int64_t to_stride, const uint32_t* const from[LANES]) {
-#if defined(MOE_AVX512)
-  __m512i r[16], t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from[i]);
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_stride, r[i]);
-#else
-  for (int i = 0; i < LANES; i++)
-    for (int j = 0; j < LANES; j++) to[j * to_stride + i] = from[i][j];
-#endif
-}
-
 template <class T>
 void pack_rows(const T* const* rows, int64_t count, int64_t k, int64_t steps, uint32_t* out) {
   constexpr int BLOCK = LANES * PER_UNIT<T>;

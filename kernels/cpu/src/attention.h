@@ -1,0 +1,414 @@
+// Attention over a context, blockwise with a running softmax: MLA absorbed and expanded, and GQA.
+//
+// Legend: T query tokens, R requests, H query heads, G key heads, C latent, P rotary, N/V expanded key/value width.
+// A *column* is one (token, head) of a request that shares its keys with the others: columns are the lanes. For a block
+// of keys, scores [keys, columns] = keys x queries and out [columns, channels] += weights x values. So keys are read as
+// they lie, the softmax runs down the lanes without a horizontal step, and 16 heads fill a panel.
+//
+// What a column computes depends on its own position only: blocks start at multiples of BLOCK, a fresh running softmax
+// at multiples of SPLIT, and splits are merged in order. Splits may run on different threads; the bits stay the same.
+//
+// A unit of few columns (a decode step of grouped queries) would leave most lanes empty: there the operands change
+// places, keys become panels and the lanes of the softmax. Every chain of additions stays the same, and so do the bits.
+#pragma once
+
+#include "gemm.h"
+#include "vec.h"
+
+namespace moe {
+
+constexpr int64_t BLOCK = 64, SPLIT = 512, FEW = 8;
+
+struct Queries {
+  int64_t requests;
+  const int32_t *rows, *starts, *contexts;  // starts [R + 1] count query tokens
+  const int32_t* slots;                     // slots[row * slots_row + position]
+  int64_t slots_row;
+  const uint64_t* visible;  // of each query token: which query tokens of its request it sees; or null, those before it
+
+  int64_t tokens(int64_t r) const { return starts[r + 1] - starts[r]; }
+};
+
+// Some columns of one request and one group of heads; `splits` of context, whose partial results start at `partial`.
+struct Unit {
+  int64_t request, group, first, columns, splits, partial;
+};
+
+// Query rows and results, by token and head.
+template <class T>
+struct Heads {
+  const T* q;
+  int64_t q_token, q_head;
+  T* out;
+  int64_t out_token, out_head;
+  int64_t groups, group_heads;  // heads g * group_heads + [0, group_heads) share keys
+  int64_t key_width, value_width;
+  float scale;
+};
+
+// Keys of a block by rows, in one part or two (the second continues the channels of the first). Every piece of
+// row_multiple() rows has an address of its own, so that whole pages are read where they lie.
+struct Keys {
+  const char* data[2][BLOCK / LANES];
+  int64_t stride[2][BLOCK / LANES], steps[2];
+  int parts;
+
+  const char* row(int part, int64_t i, int64_t piece_rows) const {
+    return data[part][i / piece_rows] + i % piece_rows * stride[part][i / piece_rows];
+  }
+};
+
+// Memory that the next block will read, fetched a few lines at a time between this block's products: the context lies
+// scattered in pages, where the hardware's own prefetching does not help.
+struct Ahead {
+  const char* rows[2 * BLOCK];
+  int64_t count = 0, lines = 0, row = 0, line = 0;
+
+  int64_t total() const { return count * lines; }
+  void fetch(int64_t n) {
+    for (; n > 0 && row < count; row++) {
+      const int64_t stop = std::min(lines, line + n);
+      n -= stop - line;
+      for (; line < stop; line++) __builtin_prefetch(rows[row] + line * 64, 0, 2);
+      if (line < lines) return;
+      line = 0;
+    }
+  }
+};
+
+// The running softmax of a unit's columns: highest score, sum of weights, weighted values (not yet divided).
+struct Running {
+  float *high, *total, *out;
+};
+
+static INLINE Running running_at(float* base, int64_t padded) {
+  return {base, base + padded, base + 2 * padded};
+}
+
+template <class T, class Source>
+struct Attention {
+  const Queries& queries;
+  const Heads<T>& heads;
+  const Source& source;
+  int64_t key_steps, value;  // value: width padded to panels
+
+  Attention(const Queries& q, const Heads<T>& h, const Source& s)
+      : queries(q), heads(h), source(s), key_steps(steps_of<T>(h.key_width)), value(panels_of(h.value_width) * LANES) {}
+
+  int64_t running_floats(int64_t columns) const { return panels_of(columns) * LANES * (value + 2); }
+
+  // The position of a request's first query token.
+  int64_t first_query(const Unit& u) const { return queries.contexts[u.request] - queries.tokens(u.request); }
+
+  // Columns count tokens first: column c is token c / group_heads, head c % group_heads.
+  int64_t last_position(const Unit& u, int64_t column) const {
+    if (queries.visible) return queries.contexts[u.request] - 1;
+    return first_query(u) + (u.first + column) / heads.group_heads;
+  }
+
+  const T* query(const Unit& u, int64_t column) const {
+    const int64_t c = u.first + column, head = u.group * heads.group_heads + c % heads.group_heads;
+    return heads.q + (queries.starts[u.request] + c / heads.group_heads) * heads.q_token + head * heads.q_head;
+  }
+
+  // Query panels (of few columns: rows) and each column's last visible position. Lanes that fill up a panel see what
+  // the last column sees. In a tree, where that is the end of the context, `last` goes on with the lower halves of each
+  // column's bits, then the upper ones.
+  void begin(const Unit& u, uint32_t* panels, int32_t* last) const {
+    const int64_t padded = panels_of(u.columns) * LANES;
+    if (u.columns <= FEW) {
+      std::memset(panels, 0, size_t(u.columns * key_steps * 4));
+      for (int64_t c = 0; c < u.columns; c++)
+        std::memcpy(panels + c * key_steps, query(u, c), size_t(heads.key_width) * sizeof(T));
+    }
+    for (int64_t p = 0; p < padded; p += LANES) {
+      const T* rows[LANES];
+      const int64_t count = std::min<int64_t>(LANES, u.columns - p);
+      for (int64_t i = 0; i < count; i++) rows[i] = query(u, p + i);
+      if (u.columns > FEW) pack_rows(rows, count, heads.key_width, key_steps, panels + p * key_steps);
+      for (int64_t i = 0; i < LANES; i++) {
+        const int64_t column = p + std::min(i, count - 1);
+        last[p + i] = int32_t(last_position(u, column));
+        if (!queries.visible) continue;
+        const uint64_t bits = queries.visible[queries.starts[u.request] + (u.first + column) / heads.group_heads];
+        last[padded + p + i] = int32_t(bits);
+        last[2 * padded + p + i] = int32_t(bits >> 32);
+      }
+    }
+  }
+
+  // The scores of one panel's columns, -inf where a column does not see the key; row 0 is position `first`.
+  void mask(const Unit& u, const float* scores, int64_t stride, int64_t first, int64_t count, int64_t padded,
+            const int32_t* last, float* masked) const {
+    const I16 limit = load(last);
+    for (int64_t k = 0; k < count; k++) {
+      F16 score = load(scores + k * stride);
+      const int32_t position = int32_t(first + k);
+      const int64_t token = position - first_query(u);
+      if (!queries.visible) {
+        PARTS_LOOP score.v[i] = limit.v[i] >= position ? score.v[i] : -INFINITY - vf{};
+      } else if (token >= 0) {
+        const I16 bits = load(last + (1 + token / 32) * padded);
+        PARTS_LOOP score.v[i] = (bits.v[i] >> (token % 32) & 1) != 0 ? score.v[i] : -INFINITY - vf{};
+      }
+      store(masked + k * LANES, score);
+    }
+  }
+
+  // Weights of one block in units [step][padded], and the rescaling that older sums need. Returns whether any does.
+  // Columns before `seeing` see nothing of the block.
+  bool weigh(const Unit& u, const float* scores, float* masked, int64_t first, int64_t count, int64_t seeing,
+             int64_t padded, int64_t steps, const int32_t* last, const Running& run, float* rescale,
+             uint32_t* weights) const {
+    const F16 scale = set1(heads.scale * 1.44269504f), floor = set1(-1e30f);  // powers of two instead of e
+    bool any = false;
+    for (int64_t p = seeing; p < padded; p += LANES) {
+      const float* s = scores + p;
+      int64_t stride = padded;
+      F16 top = load(run.high + p);
+      const F16 before = top;
+      // Without a tree, positions grow with the columns: the first lane sees least.
+      if (first + count > (queries.visible ? first_query(u) : last[p] + 1)) {
+        mask(u, s, stride, first, count, padded, last + p, masked);
+        s = masked;
+        stride = LANES;
+      }
+      for (int64_t k = 0; k < count; k++) top = max(top, load(s + k * stride));
+      store(run.high + p, top);
+      top = max(top, floor);  // a column that has seen nothing yet keeps -inf, and must not make NaN of it
+      const F16 factor = exp2((before - top) * scale), shift = zero() - top * scale;
+      store(rescale + p, factor);
+      for (int i = 0; i < LANES; i++) any |= rescale[p + i] != 1.f;
+      F16 total = zero();
+      for (int64_t step = 0; step < steps; step++) {
+        const int64_t k = step * PER_UNIT<T>;
+        F16 even = zero(), odd = zero();
+        if (k < count) {
+          even = exp2(fma(load(s + k * stride), scale, shift));
+          total = total + even;
+        }
+        if (PER_UNIT<T> == 2 && k + 1 < count) {
+          odd = exp2(fma(load(s + (k + 1) * stride), scale, shift));
+          total = total + odd;
+        }
+        store_units(weights + step * padded + p, even, odd, T{});
+      }
+      store(run.total + p, fma(load(run.total + p), factor, total));
+    }
+    return any;
+  }
+
+  // The same for few columns: scores [columns][BLOCK]; `turned` holds [BLOCK][LANES].
+  bool weigh_few(const Unit& u, float* scores, float* turned, int64_t first, int64_t count, int64_t steps,
+                 const Running& run, float* rescale, uint32_t* weights) const {
+    const F16 scale = set1(heads.scale * 1.44269504f);
+    const int64_t padded = ceil_div(count, LANES) * LANES;
+    bool any = false;
+    store(rescale, set1(1.f));
+    for (int64_t c = 0; c < u.columns; c++) {
+      float* s = scores + c * BLOCK;
+      std::fill(s + count, s + padded, -INFINITY);
+      for (int64_t k = std::max<int64_t>(first_query(u) - first, 0); k < count; k++)
+        if (!sees(u, c, first + k)) s[k] = -INFINITY;
+      float lanes[LANES], top = run.high[c];
+      F16 tops = load(s);
+      for (int64_t k = LANES; k < padded; k += LANES) tops = max(tops, load(s + k));
+      store(lanes, tops);
+      for (float lane : lanes) top = std::max(top, lane);
+      const F16 before = set1(run.high[c]);
+      run.high[c] = top;
+      const F16 at = set1(std::max(top, -1e30f)), shift = zero() - at * scale;
+      store(lanes, exp2((before - at) * scale));
+      rescale[c] = lanes[0];
+      any |= rescale[c] != 1.f;
+      for (int64_t k = 0; k < padded; k += LANES) store(s + k, exp2(fma(load(s + k), scale, shift)));
+    }
+    alignas(64) static const uint32_t none[LANES] = {};
+    for (int64_t k = 0; k < padded; k += LANES) {
+      const uint32_t* from[LANES];
+      for (int64_t c = 0; c < LANES; c++)
+        from[c] = c < u.columns ? reinterpret_cast<const uint32_t*>(scores + c * BLOCK + k) : none;
+      transpose(reinterpret_cast<uint32_t*>(turned + k * LANES), LANES, from);
+    }
+    F16 total = zero();
+    for (int64_t step = 0; step < steps; step++) {
+      const float* at = turned + step * PER_UNIT<T> * LANES;
+      const bool inside = step * PER_UNIT<T> < padded;
+      const F16 even = inside ? load(at) : zero(), odd = inside && PER_UNIT<T> == 2 ? load(at + LANES) : zero();
+      total = total + even;
+      if (PER_UNIT<T> == 2) total = total + odd;
+      store_units(weights + step * LANES, even, odd, T{});
+    }
+    store(run.total, fma(load(run.total), load(rescale), total));
+    return any;
+  }
+
+  bool sees(const Unit& u, int64_t column, int64_t position) const {
+    const int64_t token = position - first_query(u), own = (u.first + column) / heads.group_heads;
+    if (!queries.visible || token < 0) return token <= own;
+    return queries.visible[queries.starts[u.request] + own] >> token & 1;
+  }
+
+  // Scores [count][padded] of a block; columns before `seeing` are left out.
+  void score(const Keys& keys, int64_t count, const uint32_t* panels, int64_t seeing, int64_t padded, float* scores,
+             Ahead* ahead, int64_t share) const {
+    const int64_t key_piece = row_multiple(T{});
+    for (int64_t k = 0, piece = 0; k < count; k += key_piece, piece++) {
+      ahead->fetch(share);
+      for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++]))
+        gemm<T>(keys.data[part][piece], keys.stride[part][piece], std::min(key_piece, count - k),
+                panels + seeing * key_steps + done * LANES, key_steps * LANES, (padded - seeing) / LANES,
+                keys.steps[part], scores + k * padded + seeing, padded, part > 0);
+    }
+  }
+
+  // Scores [columns][BLOCK] of few columns.
+  void score_few(const Keys& keys, int64_t count, const uint32_t* rows, int64_t columns, float* scores, Ahead* ahead,
+                 int64_t share) const {
+    const int64_t key_piece = row_multiple(T{});
+    uint32_t* panels = scratch<uint32_t>(TURNED, BLOCK * key_steps);
+    for (int64_t k = 0; k < count; k += LANES) {
+      if (k % key_piece == 0) ahead->fetch(share);
+      const int64_t here = std::min<int64_t>(LANES, count - k);
+      for (int part = 0, done = 0; part < keys.parts; done += int(keys.steps[part++])) {
+        const T* lines[LANES];
+        for (int64_t i = 0; i < here; i++) lines[i] = reinterpret_cast<const T*>(keys.row(part, k + i, key_piece));
+        pack_rows(lines, here, keys.steps[part] * PER_UNIT<T>, keys.steps[part], panels + k * key_steps + done * LANES);
+      }
+    }
+    gemm<T>(rows, key_steps * 4, columns, panels, key_steps * LANES, panels_of(count), key_steps, scores, BLOCK, false);
+  }
+
+  // One split of a unit.
+  void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run) const {
+    const int64_t padded = panels_of(u.columns) * LANES, used = ceil_div(u.columns, 4) * 4;
+    const bool few = u.columns <= FEW;
+    const int64_t whole = last_position(u, u.columns - 1) + 1, end = std::min<int64_t>((index + 1) * SPLIT, whole);
+    float* scores = scratch<float>(SCORES, BLOCK * padded + padded + BLOCK * LANES);
+    float *rescale = scores + BLOCK * padded, *masked = rescale + padded;
+    uint32_t* weights = scratch<uint32_t>(WEIGHTS, BLOCK * padded);
+    uint32_t* values = scratch<uint32_t>(VALUES, (BLOCK + LANES) * value);
+    std::fill(run.high, run.high + padded, -INFINITY);
+    std::fill(run.total, run.total + padded, 0.f);
+    const int64_t key_piece = row_multiple(T{}), value_panels = value / LANES, value_piece = 4;
+    int64_t seeing = 0;
+    for (int64_t first = index * SPLIT; first < end; first += BLOCK) {
+      const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
+      const bool fresh = first == index * SPLIT;
+      while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels that have passed their last position
+      const Keys keys = source.block(u, first, count, steps, values);
+      Ahead ahead;
+      if (first + BLOCK < whole) source.ahead(u, first + BLOCK, std::min(BLOCK, whole - first - BLOCK), &ahead);
+      const int64_t share = ceil_div(ahead.total(), ceil_div(count, key_piece) + ceil_div(value_panels, value_piece));
+      if (few) score_few(keys, count, panels, u.columns, scores, &ahead, share);
+      else score(keys, count, panels, seeing, padded, scores, &ahead, share);
+      const bool moved =
+          few ? weigh_few(u, scores, masked, first, count, steps, run, rescale, weights)
+              : weigh(u, scores, masked, first, count, seeing, padded, steps, last, run, rescale, weights);
+      if (moved && !fresh)
+        for (int64_t c = seeing; c < u.columns; c++) {
+          if (rescale[c] == 1.f) continue;
+          const F16 factor = set1(rescale[c]);
+          for (int64_t v = 0; v < value; v += LANES)
+            store(run.out + c * value + v, load(run.out + c * value + v) * factor);
+        }
+      for (int64_t v = 0; v < value_panels; v += value_piece) {
+        ahead.fetch(share);
+        gemm_by_steps<T>(weights + seeing, padded, used - seeing, values + v * steps * LANES, steps * LANES,
+                         std::min(value_piece, value_panels - v), steps, run.out + seeing * value + v * LANES, value,
+                         !fresh);
+      }
+    }
+  }
+
+  // to += from, for one column; both have seen something, or `from` nothing at all.
+  void merge(const Running& to, const Running& from, int64_t c) const {
+    if (from.high[c] == -INFINITY) return;
+    const float top = std::max(to.high[c], from.high[c]);
+    float factors[LANES] = {to.high[c] - top, from.high[c] - top};
+    store(factors, exp2(load(factors) * set1(heads.scale * 1.44269504f)));
+    const F16 old = set1(factors[0]), add = set1(factors[1]);
+    to.high[c] = top;
+    to.total[c] = std::fma(to.total[c], factors[0], from.total[c] * factors[1]);
+    for (int64_t v = 0; v < value; v += LANES)
+      store(to.out + c * value + v, fma(load(to.out + c * value + v), old, load(from.out + c * value + v) * add));
+  }
+
+  void finish(const Unit& u, const Running& run, int64_t c) const {
+    const int64_t column = u.first + c, token = queries.starts[u.request] + column / heads.group_heads;
+    T* out = heads.out + token * heads.out_token +
+             (u.group * heads.group_heads + column % heads.group_heads) * heads.out_head;
+    const F16 factor = set1(1.f / run.total[c]);
+    for (int64_t v = 0; v < heads.value_width; v += LANES)
+      store_some(out + v, load(run.out + c * value + v) * factor, heads.value_width - v);
+  }
+
+  void run(int64_t most_columns) const {
+    int64_t count = 0, partial = 0, threads = omp_get_max_threads(), most_splits = 0;
+    for (int64_t r = 0; r < queries.requests; r++)
+      count += heads.groups * ceil_div(queries.tokens(r) * heads.group_heads, most_columns);
+    if (count == 0) return;
+    Unit* units = scratch<Unit>(SHARED_UNITS, count);
+    count = 0;
+    for (int64_t r = 0; r < queries.requests; r++) {
+      const int64_t columns = queries.tokens(r) * heads.group_heads, parts = ceil_div(columns, most_columns);
+      for (int64_t part = parts - 1; part >= 0; part--)  // those with the most context first
+        for (int64_t g = 0; g < heads.groups; g++) {
+          Unit u{r, g, part * most_columns, std::min(most_columns, columns - part * most_columns), 0, partial};
+          u.splits = last_position(u, u.columns - 1) / SPLIT + 1;
+          partial += u.splits;
+          most_splits = std::max(most_splits, u.splits);
+          units[count++] = u;
+        }
+    }
+    auto prepare = [&](const Unit& u, uint32_t** panels, int32_t** last) {
+      const int64_t padded = panels_of(u.columns) * LANES;
+      *panels = scratch<uint32_t>(QUERIES, padded * key_steps);
+      *last = scratch<int32_t>(STATS, 3 * padded);
+      begin(u, *panels, *last);
+    };
+    if (count >= 2 * threads || most_splits == 1 || threads == 1) {
+      parallel(count, [&](int64_t task) {
+        const Unit& u = units[task];
+        const int64_t padded = panels_of(u.columns) * LANES;
+        uint32_t* panels;
+        int32_t* last;
+        prepare(u, &panels, &last);
+        Running total = running_at(scratch<float>(TOTAL, running_floats(u.columns)), padded);
+        Running here = running_at(scratch<float>(OUTPUT, running_floats(u.columns)), padded);
+        split(u, 0, panels, last, total);
+        for (int64_t s = 1; s < u.splits; s++) {
+          split(u, s, panels, last, here);
+          for (int64_t c = 0; c < u.columns; c++) merge(total, here, c);
+        }
+        for (int64_t c = 0; c < u.columns; c++) finish(u, total, c);
+      });
+      return;
+    }
+    const int64_t floats = running_floats(most_columns);
+    float* partials = scratch<float>(SHARED_OUT, partial * floats);
+    int64_t* unit_of = scratch<int64_t>(SHARED_INDEX, partial);
+    for (int64_t i = 0; i < count; i++)
+      std::fill(unit_of + units[i].partial, unit_of + units[i].partial + units[i].splits, i);
+    parallel(partial, [&](int64_t task) {
+      const Unit& u = units[unit_of[task]];
+      uint32_t* panels;
+      int32_t* last;
+      prepare(u, &panels, &last);
+      split(u, task - u.partial, panels, last, running_at(partials + task * floats, panels_of(u.columns) * LANES));
+    });
+    parallel(count, [&](int64_t task) {
+      const Unit& u = units[task];
+      const int64_t padded = panels_of(u.columns) * LANES;
+      Running total = running_at(partials + u.partial * floats, padded);
+      for (int64_t c = 0; c < u.columns; c++) {
+        for (int64_t s = 1; s < u.splits; s++)
+          merge(total, running_at(partials + (u.partial + s) * floats, padded), c);
+        finish(u, total, c);
+      }
+    });
+  }
+};
+
+
+}  // namespace moe

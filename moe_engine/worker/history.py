@@ -1,0 +1,54 @@
+"""What the worker itself must know of its rows when it drafts: their tokens, and how many of them are computed.
+
+How many drafts a step confirms is not known on the host when the next step is planned, so the count lives here.
+
+Legend: T tokens, D decodes, K tokens that a decode may bring.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.types import NewRow
+from moe_engine.worker.device_stream import DeviceStream
+
+
+class History:
+    """`tokens[row, p]` is the token at position p, for p <= lengths[row]: the last of them is not computed yet.
+
+    Behind that stand tokens that were tried and given up, or zeros; always ids of the vocabulary.
+    """
+
+    def __init__(self, max_rows: int, width: int, stream: DeviceStream) -> None:
+        self._stream = stream
+        self.width = width
+        self.tokens: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
+        self._flat = self.tokens.view(-1)
+        self.lengths: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)  # [max_rows]
+
+    def enter(self, new: NewRow) -> None:
+        ids = torch.from_numpy(np.array(new.token_ids, dtype=np.int32))
+        self.tokens[new.row, : len(ids)].copy_(ids)
+        self.lengths[new.row] = len(new.slots)
+
+    def read_lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Computed tokens of rows [D], on the host: where a decode begins. Waits for an accelerator."""
+        return self._stream.read(self.lengths)[rows]
+
+    def at(self, flat: Tensor) -> Tensor:
+        """tokens.flat[flat[t]], flat [T] int64 -> [T] int64."""
+        return self._flat.index_select(0, flat).long()
+
+    def advance(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
+        """Rows [D] have computed `lengths` [D] tokens; tokens [D, K] are those behind the ones they had, the last of
+        which stands at position `lengths`. What follows it in a row of `tokens` is of no meaning."""
+        flat = (rows * self.width + self.lengths[rows] + 1)[:, None] + torch.arange(tokens.shape[1], device=rows.device)
+        self._flat.index_copy_(0, flat.view(-1), tokens.reshape(-1).int())
+        self.lengths.index_copy_(0, rows, lengths)
+
+    def append(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
+        """Rows [D] have computed `lengths` [D] tokens, and tokens [D] stand behind them."""
+        self._flat.index_copy_(0, rows * self.width + lengths, tokens.int())
+        self.lengths.index_copy_(0, rows, lengths)

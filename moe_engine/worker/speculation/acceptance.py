@@ -1,0 +1,90 @@
+"""Which drafts of a tree are what the target would have said.
+
+The target's token is sampled at every node as if the node's path had been the text, with the noise of that position:
+the same token that decoding without drafts would draw there. From the root on, the draft that equals the token sampled
+at its parent is accepted; the token sampled at the last accepted node is new. So the output, greedy or sampled, is the
+one without drafts, draw for draw; for a draft that is fixed before the draw this is rejection sampling (it is accepted
+with the target's probability of it, and else the token has the target's distribution without it).
+
+Thresholds below 1 accept more (SGLang's lossy acceptance): a draft whose target probability p reaches `single`, and any
+other with chance p / `acc` in all.
+
+Legend: D requests, N nodes, K = depth + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """tokens [D, K]: the new tokens of a request, counts[i] of them; path [D, K]: the node each was sampled at.
+
+    Behind counts[i] both repeat the last.
+    """
+
+    tokens: Tensor
+    counts: Tensor  # [D] int64, at least 1
+    path: Tensor
+
+
+def accept(
+    sampled: Tensor, drafts: Tensor, parents: Tensor | None, depth: int, forced: Tensor | None = None
+) -> Accepted:
+    """Walks every tree from its root.
+
+    Args:
+        sampled: [D, N] the target's token at each node; negative where its logits are broken.
+        drafts: [D, N] the token of each node; -1 where there is none.
+        parents: [D, N], None for chains.
+        depth: most drafts that can be accepted.
+        forced: [D, N] bool, drafts to accept although the target sampled another token (thresholds).
+    """
+    if parents is None and forced is None:
+        return _accept_chain(sampled, drafts, depth)
+    count = sampled.shape[0]
+    if parents is None:
+        parents = torch.arange(-1, sampled.shape[1] - 1, device=sampled.device).expand(count, -1)
+    node = sampled.new_zeros(count)
+    going = torch.ones_like(node, dtype=torch.bool)
+    path, tokens = [node], []
+    counts = torch.ones_like(node)
+    for _ in range(depth):
+        token = sampled.gather(1, node[:, None])[:, 0]
+        below = (parents == node[:, None]) & (drafts >= 0)
+        exact = below & (drafts == token[:, None])
+        wanted = exact if forced is None else exact * 2 + (below & forced)
+        best, child = wanted.long().max(1)
+        going = going & (best > 0) & (token >= 0)
+        new = drafts.gather(1, child[:, None])[:, 0]
+        tokens.append(torch.where(going, new, token))
+        node = torch.where(going, child, node)
+        path.append(node)
+        counts = counts + going
+    tokens.append(sampled.gather(1, node[:, None])[:, 0])
+    return Accepted(torch.stack(tokens, 1), counts, torch.stack(path, 1))
+
+
+def _accept_chain(sampled: Tensor, drafts: Tensor, depth: int) -> Accepted:
+    equal = (drafts[:, 1 : depth + 1] == sampled[:, :depth]) & (sampled[:, :depth] >= 0)
+    good = equal.long().cumprod(1)
+    counts = good.sum(1) + 1
+    path = torch.arange(depth + 1, device=sampled.device).minimum(counts[:, None] - 1)
+    return Accepted(sampled.gather(1, path), counts, path)
+
+
+def force(probabilities: Tensor, uniform: Tensor, single: float, acc: float) -> Tensor:
+    """[D, N] bool: drafts that the thresholds accept although the target sampled another token.
+
+    Args:
+        probabilities: [D, N] of each draft at its parent, under the target's sampling distribution.
+        uniform: [D, N] independent numbers in [0, 1).
+    """
+    chance = (probabilities / acc).clamp_max(1.0)
+    # already accepted with chance p by equality; of the rest so much that it is `chance` in all
+    extra = (chance - probabilities) / (1.0 - probabilities).clamp_min(1e-6)
+    return (probabilities >= single) | (uniform < extra)

@@ -1,0 +1,86 @@
+"""Makes the drafter that a configuration names, and the speculative step around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.models.batch import Model
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.loader import load_model, load_mtp
+from moe_engine.types import SpeculationConfig
+from moe_engine.worker.batch_builder import BatchBuilder
+from moe_engine.worker.kv_pool import KVPool, kv_spec
+from moe_engine.worker.mla_form import form_policy
+from moe_engine.worker.runner import ModelRunner
+from moe_engine.worker.speculation.draft_batch import DraftBatches
+from moe_engine.worker.speculation.drafter import Drafter
+from moe_engine.worker.speculation.mtp import MTPDrafter
+from moe_engine.worker.speculation.ngram import NgramDrafter
+from moe_engine.worker.speculation.standalone import StandaloneDrafter
+from moe_engine.worker.speculation.step import SpeculativeStep
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What a drafter is loaded with; as the fields of `WorkerOptions`.
+
+    `backends` are the kernels of a draft model of its own; the target's layers come with theirs.
+    """
+
+    model_path: str
+    model_config: ModelConfig
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    load_format: str
+    dummy_seed: int
+    progress: bool
+    deterministic: bool
+    draft_config: ModelConfig | None
+    draft_backends: Backends | None
+
+
+def num_mtp_layers(config: ModelConfig, speculation: SpeculationConfig | None) -> int:
+    """Layers of KV that MTP needs behind the target's own."""
+    return config.num_nextn_predict_layers if speculation is not None and speculation.method == "nextn" else 0
+
+
+def add_speculation(runner: ModelRunner, config: SpeculationConfig, options: DraftOptions) -> int:
+    """Gives a runner its speculative step. Returns the bytes that the drafter's weights and cache take."""
+    rows, stream, pool = runner.rows, runner.stream, runner.kv_pool
+    assert rows.history is not None, "rows were made without room for drafts"
+    target = DraftBatches(runner.builder, runner.attention, pool.layers, stream)
+    drafter: Drafter
+    num_bytes = 0
+    if config.method == "nextn":
+        layers = load_mtp(
+            options.model_path, options.model_config, runner.model, options.dtype, stream.device,
+            options.load_format, options.progress, options.dummy_seed,
+        )  # fmt: skip
+        num_bytes = layers.weight_bytes
+        drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model_config.hidden_size)
+    elif config.method == "standalone":
+        drafter, num_bytes = _standalone(runner, config, options)
+    else:
+        drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match)
+    runner.speculation = SpeculativeStep(config, drafter, rows, runner.builder, runner.sampler, pool, target, stream)
+    return num_bytes
+
+
+def _standalone(runner: ModelRunner, config: SpeculationConfig, options: DraftOptions) -> tuple[StandaloneDrafter, int]:
+    rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
+    draft, backends = options.draft_config, options.draft_backends
+    assert rows.history is not None and draft is not None and backends is not None
+    assert config.draft_model_path is not None
+    model: Model = load_model(
+        config.draft_model_path, draft, options.dtype, stream.device, backends,
+        progress=options.progress, max_positions=rows.width,
+    )  # fmt: skip
+    pool = KVPool(kv_spec(draft, options.kv_dtype), runner.kv_pool.num_slots, page_size, stream)
+    builder = BatchBuilder(rows, page_size, form_policy(draft.attention, deterministic=options.deterministic), stream)
+    batches = DraftBatches(builder, backends.attention, pool.layers, stream)
+    weight_bytes = getattr(model, "weight_bytes", 0) or draft.weight_bytes(options.dtype.itemsize)
+    drafter = StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)
+    return drafter, weight_bytes + pool.num_bytes

@@ -1,0 +1,88 @@
+"""Batches for a drafter's own forwards: the target's rows and slots, a cache of its own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.worker.batch_builder import BatchBuilder
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.step_batch import StepBatch, TokenRuns
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+class DraftBatches:
+    """Makes batches for one drafter.
+
+    Args:
+        attention: the backend that plans and runs the drafter's layers.
+        kv: the cache of every layer, as `ForwardBatch.kv`.
+    """
+
+    def __init__(
+        self,
+        builder: BatchBuilder,
+        attention: MLABackend | GQABackend,
+        kv: Sequence[Any],
+        stream: DeviceStream,
+    ) -> None:
+        self._builder = builder
+        self._attention = attention
+        self._kv = kv
+        self._stream = stream
+
+    def singles(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, ids: Tensor) -> ForwardBatch:
+        """One token ids[d] at positions[d] of each row, which sees all before it."""
+        batch = self._builder.even(rows, rows_device, positions, 1, ids)
+        return batch.forward_batch(self._attention.plan(batch.attention), self._kv)
+
+    def runs(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        ids: Tensor | None = None,
+        *,
+        num_decodes: int | None = None,
+        positions: np.ndarray | None = None,
+        visible: np.ndarray | None = None,
+    ) -> tuple[StepBatch, ForwardBatch]:
+        """Tokens [starts[i], starts[i] + counts[i]) of each row; slots from the table.
+
+        Args:
+            ids: [T], in the order of the runs; without them the batch carries none (the caller has ids of its own).
+            num_decodes: so many of the first are computed in the form of decodes, the others as prompt chunks are;
+                None means all.
+        """
+        total = int(counts.sum())
+        batch = self._builder.assemble(
+            TokenRuns(
+                rows=rows,
+                starts=starts,
+                counts=counts,
+                num_decodes=len(rows) if num_decodes is None else num_decodes,
+                device_ids=torch.zeros(total, dtype=torch.int64, device=self._stream.device) if ids is None else ids,
+                host_ids=_NONE,
+                slots=_NONE,
+                sampled=np.cumsum(counts) - 1,
+                positions=positions,
+                visible=visible,
+            )
+        )
+        return batch, batch.forward_batch(self._attention.plan(batch.attention), self._kv)
+
+
+def places_in_runs(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """For each token of a batch, whose run i begins at offsets[i], its place when the runs lie in their own order."""
+    begins = np.cumsum(counts) - counts
+    places = np.empty(int(counts.sum()), dtype=np.int64)
+    for offset, begin, count in zip(offsets.tolist(), begins.tolist(), counts.tolist()):
+        places[offset : offset + count] = np.arange(begin, begin + count)
+    return places

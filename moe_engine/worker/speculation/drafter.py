@@ -1,0 +1,45 @@
+"""What every drafter offers. It guesses; a wrong guess costs time, never a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.types import NewRow
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.step_batch import StepBatch
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Tokens that a step has computed for good, in runs: request i has those at [starts[i], starts[i] + counts[i]).
+
+    hidden [T, D] are the target's states, one run behind the other in the order of `batch`. Of run i only the first
+    kept[i] tokens stand (the drafts behind were rejected); the token after the last of them is known.
+    """
+
+    rows: np.ndarray  # [R] int64
+    starts: np.ndarray  # [R] int64
+    counts: np.ndarray  # [R] int64
+    kept: np.ndarray  # [R] int64
+    offsets: np.ndarray  # [R] int64: where a run begins in `hidden`
+    hidden: Tensor  # [T, D]
+    batch: StepBatch
+    forward: ForwardBatch
+
+
+class Drafter(Protocol):
+    """One drafter of a rank. Legend: D requests with drafts."""
+
+    def enter(self, new: NewRow) -> None:
+        """A row begins; its earlier state is void."""
+
+    def propose(self, task: DraftTask) -> Drafts:
+        """Draft trees for the rows of a task; may write KV at the slots from a row's last token on."""
+
+    def follow(self, computed: Computed) -> None:
+        """Takes in what a step computed (plans with `Speculation.follow`)."""

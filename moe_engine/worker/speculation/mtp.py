@@ -1,0 +1,170 @@
+"""The checkpoint's own MTP layers as drafter (DeepSeek V3's multi-token prediction).
+
+Layer j reads the hidden state at a position and the token j + 1 further and guesses the token after that. Its KV entry
+of a position therefore hangs on tokens behind it, and is written when these are known: layer 0's in the step that
+computes the position, layer j's up to j tokens later, so each step goes over the last M - 1 positions again.
+
+Drafting starts from v, what layer 0 gave at the last position. The next layers go on at the same position, one token
+further each; when there are no more, the last one goes on by itself, position by position, fed with its own v.
+
+A draft is drawn as the target will draw at that position, with the same parameters and the same noise: where the two
+distributions are alike, so are the draws, greedy or not.
+
+Legend: D rows with drafts, M MTP layers, E hidden size, K tokens that a step brought a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.models.mtp import MTPLayers
+from moe_engine.types import NewRow
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.rows import Rows
+from moe_engine.worker.sampler import SampledRows, Sampler
+from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
+from moe_engine.worker.speculation.drafter import Computed
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.speculation.tree import NodeRun, grow
+
+
+FEW = 16
+"""Tokens of a request up to which following computes all of them in full: that costs less than a second pass."""
+
+
+class MTPDrafter:
+    """See the module; implements `Drafter`. Rows all of whose tokens it has followed can be drafted for."""
+
+    def __init__(
+        self, layers: MTPLayers, batches: DraftBatches, rows: Rows, sampler: Sampler, stream: DeviceStream, hidden: int
+    ) -> None:
+        self._layers = layers
+        self._batches = batches
+        self._rows = rows
+        self._sampler = sampler
+        self._stream = stream
+        self._behind = layers.num_layers - 1
+        self._hidden_size = hidden
+        self._state: Tensor | None = None  # [max_rows, E]: v at each row's last position
+        self._last: Tensor | None = None  # [max_rows, M - 1, E]: the target's states at the positions before it
+        self._entered = np.zeros(rows.max_rows, dtype=np.int64)  # computed tokens when the row began
+
+    def enter(self, new: NewRow) -> None:
+        self._entered[new.row] = len(new.slots)
+
+    # -- drafting
+
+    def propose(self, task: DraftTask) -> Drafts:
+        assert self._state is not None, "a row is drafted for that was never followed"
+        state = self._state.index_select(0, task.rows_device)  # [D, E]
+        if task.topk > 1:
+            expand = _LevelByLevel(self._layers, self._batches, task, state)
+            return grow(task, self._layers.logits(state), expand, self._sampler)
+        tokens = [task.roots]
+        for step in range(task.depth):
+            if step:
+                layer, positions = self._place(step, task.lengths)
+                batch = self._batches.singles(task.rows, task.rows_device, positions, tokens[-1])
+                state = self._layers.forward(layer, tokens[-1], state, batch)
+            logits = self._layers.logits(state)
+            drawn = self._sampler.sample(logits, SampledRows(task.rows, task.lengths + 1 + step, task.rows_device))
+            tokens.append(drawn.clamp_min(0))
+        return Drafts(torch.stack(tokens, 1))
+
+    def _place(self, step: int, lengths: np.ndarray) -> tuple[int, np.ndarray]:
+        """Layer and positions of a step of drafting, step >= 1."""
+        return min(step, self._behind), lengths - 1 + max(0, step - self._behind)
+
+    # -- following
+
+    def follow(self, computed: Computed) -> None:
+        rows, starts, counts = computed.rows, computed.starts, computed.counts
+        ends = starts + computed.kept
+        if not self._behind:
+            history = self._rows.history
+            assert history is not None
+            ids = history.at(computed.batch.flat + 1)
+            last = computed.offsets + computed.kept - 1
+            if counts.max() <= FEW:
+                v = self._layers.forward(0, ids, computed.hidden, computed.forward)
+                self._keep(rows, v, last)
+                return
+            # with prompts, the layer's output is only needed at the last token of each
+            self._layers.remember(0, ids, computed.hidden, computed.forward)
+            index, rows_device = self._upload(last), self._upload(rows)
+            next_ids = ids.index_select(0, index)
+            batch = self._batches.singles(rows, rows_device, ends - 1, next_ids)
+            v = self._layers.forward(0, next_ids, computed.hidden.index_select(0, index), batch)
+            self._keep(rows, v, np.arange(len(rows)))
+            return
+        first = np.maximum(starts - self._behind, self._entered[rows])
+        hidden = self._with_last(computed, starts - first)
+        sizes = counts + starts - first
+        batch, forward = self._batches.runs(rows, first, sizes, num_decodes=0)
+        assert self._rows.history is not None
+        # the batch may hold some runs before others; hidden has them in their own order
+        hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
+        v = hidden
+        for layer in range(self._layers.num_layers):
+            v = self._layers.forward(layer, self._rows.history.at(batch.flat + 1 + layer), v, forward)
+            if layer == 0:
+                self._keep(rows, v, batch.offsets + (ends - 1 - first))
+        self._keep_last(rows, hidden, batch.offsets, ends - first)
+
+    def _keep(self, rows: np.ndarray, v: Tensor, index: np.ndarray) -> None:
+        if self._state is None:
+            self._state = v.new_zeros(self._rows.max_rows, self._hidden_size)
+        self._state.index_copy_(0, self._upload(rows), v.index_select(0, self._upload(index)))
+
+    def _with_last(self, computed: Computed, again: np.ndarray) -> Tensor:
+        """The step's states, before those of run i the `again[i]` last ones of earlier steps, in order of the rows."""
+        hidden = computed.hidden
+        if self._last is None:
+            self._last = hidden.new_zeros(self._rows.max_rows, self._behind, self._hidden_size)
+        old = self._last.view(-1, self._hidden_size)
+        both = torch.cat((old, hidden))
+        index = []
+        for row, offset, count, num in zip(computed.rows, computed.offsets, computed.counts, again):
+            end = (row + 1) * self._behind
+            index += [*range(end - num, end), *range(len(old) + offset, len(old) + offset + count)]
+        return both.index_select(0, self._upload(np.array(index, dtype=np.int64)))
+
+    def _keep_last(self, rows: np.ndarray, hidden: Tensor, offsets: np.ndarray, kept: np.ndarray) -> None:
+        """The states at the last positions of each row; what a short run does not reach is zeros, and never read."""
+        assert self._last is not None
+        for row, offset, count in zip(rows.tolist(), offsets.tolist(), kept.tolist()):
+            num = min(self._behind, count)
+            self._last[row, self._behind - num :] = hidden[offset + count - num : offset + count]
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        return self._stream.upload(torch.from_numpy(values))
+
+
+class _LevelByLevel:
+    """Expands the nodes of a tree: level by level through the layers, then again and again through the last one."""
+
+    def __init__(self, layers: MTPLayers, batches: DraftBatches, task: DraftTask, state: Tensor) -> None:
+        self._layers = layers
+        self._batches = batches
+        self._task = task
+        self._last_layer = layers.num_layers - 1
+        self._states = state[:, None]  # [D, F, E]: v of the level before
+        self._inputs: list[Tensor] = []  # of the nodes in `_run`, each [D, F, E]
+        self._run = self._start()
+
+    def _start(self) -> NodeRun:
+        first = self._task.lengths - (1 if self._last_layer else 0)
+        return NodeRun(self._batches, self._task.rows, first, first)
+
+    def __call__(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        if level <= self._last_layer:  # a layer of its own: nothing above is in its cache
+            self._run, self._inputs = self._start(), []
+        width = self._states.shape[-1]
+        self._inputs.append(self._states.gather(1, parents[:, :, None].expand(-1, -1, width)))
+        ids, batch = self._run.add(tokens, parents)
+        hidden = torch.cat(self._inputs, 1)
+        v = self._layers.forward(min(level, self._last_layer), ids.flatten(), hidden.flatten(0, 1), batch)
+        self._states = v.view(*ids.shape, width)[:, -tokens.shape[1] :]
+        return self._layers.logits(self._states.flatten(0, 1))

@@ -1,0 +1,85 @@
+"""A speculative step on its way to the host: tokens, how many of them, and their log-probabilities.
+
+Legend: D decodes, P prompts that sample, K most tokens that a decode can bring, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_engine.types import LogprobSpec, StepResult, TokenLogprob
+from moe_engine.worker.device_stream import DeviceStream, HostCopy
+from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, token_logprobs
+
+if TYPE_CHECKING:
+    from moe_engine.worker.speculation.acceptance import Accepted
+    from moe_engine.worker.speculation.step import Verification
+
+
+@dataclass
+class PendingSpeculation:
+    """A speculative step on its way to the host."""
+
+    number: int
+    rows: list[int]
+    copy: HostCopy
+    """New tokens [D, K] of the decodes, how many of them [D], and those of the prompts [P]."""
+    seconds: tuple[float, float]
+    logprobs: PendingLogprobs | None = None
+    logprob_places: list[tuple[int, int]] = field(default_factory=list)
+    """Request among `rows` and index among its tokens of each entry of `logprobs`."""
+    prompts: list[PendingPrompt] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        return self.copy.ready
+
+    def take(self) -> StepResult:
+        decodes, counts, prompts = (tensor.tolist() for tensor in self.copy.wait())
+        tokens = [row[:count] for row, count in zip(decodes, counts)] + [[token] for token in prompts]
+        logprobs: list[list[TokenLogprob]] | None = None
+        if self.logprobs is not None:
+            logprobs = [[] for _ in tokens]
+            for (request, index), entry in zip(self.logprob_places, self.logprobs.take()):
+                if index < len(tokens[request]):
+                    logprobs[request].append(entry)
+        told = {pending.row: pending.take() for pending in self.prompts} or None
+        return StepResult(self.number, self.rows, tokens, logprobs, told, *self.seconds)
+
+
+def add_logprobs(
+    pending: PendingSpeculation,
+    wanted: Mapping[int, LogprobSpec],
+    stream: DeviceStream,
+    raw: Tensor,
+    wanting: list[int],
+    verification: Verification,
+    accepted: Accepted,
+    prompts: Tensor,
+) -> None:
+    """Log-probabilities of the new tokens, from the logits raw [W, V] of the sampled rows `wanting`."""
+    place = {index: i for i, index in enumerate(wanting)}
+    nodes = stream.read(verification.nodes.gather(1, accepted.path))  # [D, K]
+    tokens = stream.read(accepted.tokens)
+    num, first_prompt = len(verification.rows), int(verification.counts.sum())
+    entries: list[tuple[int, int, int]] = []  # row of raw, request, index among its tokens
+    chosen: list[int] = []
+    for d in range(num):
+        for k, node in enumerate(nodes[d].tolist()):
+            if node in place:
+                entries.append((place[node], d, k))
+                chosen.append(int(tokens[d, k]))
+    for p, token in enumerate(stream.read(prompts).tolist()):
+        if first_prompt + p in place:
+            entries.append((place[first_prompt + p], num + p, 0))
+            chosen.append(token)
+    specs = [wanted[pending.rows[request]] for _, request, _ in entries]
+    picked = raw[[entry[0] for entry in entries]]
+    tensors = token_logprobs(picked, stream.from_list(chosen, torch.int64), specs, stream)
+    pending.logprobs = PendingLogprobs.start(tensors, specs, stream)
+    pending.logprob_places = [(request, k) for _, request, k in entries]

@@ -1,0 +1,121 @@
+"""A small model of the same vocabulary as drafter, with a KV cache of its own over the same slots.
+
+It follows nothing: before it drafts for a row it computes the tokens of the row that it has not seen, which after a
+prompt is all of it and later the few that the last steps brought.
+
+Legend: D rows with drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.models.batch import Model
+from moe_engine.types import NewRow
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.history import History
+from moe_engine.worker.sampler import SampledRows, Sampler
+from moe_engine.worker.speculation.draft_batch import DraftBatches
+from moe_engine.worker.speculation.drafter import Computed
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.speculation.tree import NodeRun, grow
+
+MAX_CATCH_UP = 4096
+"""Tokens of all rows computed at once when it catches up."""
+FEW = 16
+"""Tokens of a row up to which they are computed in the form of decodes."""
+
+
+class StandaloneDrafter:
+    """See the module; implements `Drafter`."""
+
+    def __init__(
+        self, model: Model, batches: DraftBatches, history: History, sampler: Sampler, stream: DeviceStream, rows: int
+    ) -> None:
+        self._model = model
+        self._batches = batches
+        self._history = history
+        self._sampler = sampler
+        self._stream = stream
+        self._seen = np.zeros(rows, dtype=np.int64)  # tokens of each row whose KV is in the drafter's cache
+
+    def enter(self, new: NewRow) -> None:
+        self._seen[new.row] = 0
+
+    def follow(self, computed: Computed) -> None:
+        return None
+
+    def propose(self, task: DraftTask) -> Drafts:
+        logits = self._catch_up(task)  # [D, V], behind the roots
+        # what it writes for drafts may be rejected; the first of them that is not written again is its own next root
+        self._seen[task.rows] = task.lengths + 1
+        if task.topk > 1:
+            return grow(task, logits, _LevelByLevel(self._model, self._batches, task), self._sampler)
+        tokens = [task.roots]
+        for step in range(task.depth):
+            if step:
+                batch = self._batches.singles(task.rows, task.rows_device, task.lengths + step, tokens[-1])
+                logits = self._model.logits(self._model.forward(batch))
+            sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
+            tokens.append(self._sampler.sample(logits, sampled).clamp_min(0))
+        return Drafts(torch.stack(tokens, 1))
+
+    def _catch_up(self, task: DraftTask) -> Tensor:
+        """Computes tokens [seen, lengths] of every row; logits [D, V] behind the last."""
+        starts, ends = self._seen[task.rows], task.lengths + 1
+        out: list[Tensor] = []
+        for begin, end in _pieces(ends - starts):
+            logits = None
+            for first, last in _chunks(starts[begin:end], ends[begin:end]):
+                logits = self._run(task.rows[begin:end], first, last - first)
+            assert logits is not None
+            out.append(logits)
+        return torch.cat(out)
+
+    def _run(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
+        batch, forward = self._batches.runs(
+            rows, starts, counts, self._ids(rows, starts, counts), num_decodes=len(rows) if counts.max() <= FEW else 0
+        )
+        hidden = self._model.forward(forward)
+        return self._model.logits(hidden.index_select(0, batch.logits_rows))
+
+    def _ids(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
+        begins = np.cumsum(counts) - counts
+        flat = np.repeat(rows * self._history.width + starts - begins, counts) + np.arange(int(counts.sum()))
+        return self._history.at(self._stream.upload(torch.from_numpy(flat)))
+
+
+def _pieces(counts: np.ndarray) -> list[tuple[int, int]]:
+    """Cuts rows into groups of at most `MAX_CATCH_UP` tokens (one row at least)."""
+    out, begin, total = [], 0, 0
+    for i, count in enumerate(counts.tolist()):
+        if i > begin and total + count > MAX_CATCH_UP:
+            out.append((begin, i))
+            begin, total = i, 0
+        total += count
+    return [*out, (begin, len(counts))]
+
+
+def _chunks(starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """A group in one go, or a single long row a piece at a time."""
+    if len(starts) > 1 or int(ends[0] - starts[0]) <= MAX_CATCH_UP:
+        return [(starts, ends)]
+    cuts = [*range(int(starts[0]), int(ends[0]), MAX_CATCH_UP), int(ends[0])]
+    return [(np.array([a]), np.array([b])) for a, b in pairwise(cuts)]
+
+
+class _LevelByLevel:
+    """Expands the nodes of a tree behind the root, which is in the cache."""
+
+    def __init__(self, model: Model, batches: DraftBatches, task: DraftTask) -> None:
+        self._model = model
+        self._run = NodeRun(batches, task.rows, task.lengths + 1, task.lengths + 1)
+
+    def __call__(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        ids, batch = self._run.add(tokens, parents)
+        hidden = self._model.forward(batch).view(*ids.shape, -1)
+        return self._model.logits(hidden[:, -tokens.shape[1] :].flatten(0, 1))

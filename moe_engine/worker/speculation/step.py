@@ -1,0 +1,310 @@
+"""A step with speculation: draft, one forward over drafts and prompts alike, accept, let the drafter follow.
+
+Legend: D decodes, P prompts that sample, N most tokens of a decode, K = depth + 1, S rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.types import Speculation, SpeculationConfig, StepPlan
+from moe_engine.worker.batch_builder import BatchBuilder
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.history import History
+from moe_engine.worker.kv_pool import KVPool
+from moe_engine.worker.rows import Rows
+from moe_engine.worker.sampler import SampledRows, Sampler
+from moe_engine.worker.sampling_state import Draw, uniforms
+from moe_engine.worker.speculation.acceptance import Accepted, accept, force
+from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
+from moe_engine.worker.speculation.drafter import Computed, Drafter
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.step_batch import StepBatch, TokenRuns
+
+_FORCE_SALT = 1
+"""Tells the numbers that thresholds are compared with from those that tokens are drawn with."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The decodes of a step, with their drafts, before the target has run.
+
+    `nodes[d, n]` is the row of logits of node n of decode d; a decode without drafts repeats its only one.
+    """
+
+    rows: np.ndarray  # [D] int64
+    rows_device: Tensor  # [D] int64
+    starts: np.ndarray  # [D] int64
+    counts: np.ndarray  # [D] int64
+    tokens: Tensor  # [D, N] int64, -1 where there is no node
+    parents: Tensor | None  # [D, N], None for chains
+    nodes: Tensor  # [D, N] int64
+    depth: int
+
+
+class SpeculativeStep:
+    """The parts of a speculative step around the target's forward, for one rank.
+
+    Args:
+        batches: makes batches over the target's cache, for runs that are not the step's own.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        drafter: Drafter,
+        rows: Rows,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        kv_pool: KVPool,
+        batches: DraftBatches,
+        stream: DeviceStream,
+    ) -> None:
+        assert rows.history is not None
+        self._config = config
+        self._drafter = drafter
+        self._rows = rows
+        self._history: History = rows.history
+        self._builder = builder
+        self._sampler = sampler
+        self._kv_pool = kv_pool
+        self._batches = batches
+        self._stream = stream
+
+    def enter(self, plan: StepPlan) -> None:
+        """Rows that begin in this step, whether it is speculative or not."""
+        for new in plan.new_rows:
+            self._drafter.enter(new)
+
+    # -- before the target runs
+
+    def draft(self, plan: StepPlan, speculation: Speculation) -> Verification:
+        """Drafts for the decodes of a plan."""
+        self._rows.reserve(speculation.reserved)
+        num = plan.num_decodes
+        rows = np.array(plan.rows[:num], dtype=np.int64)
+        counts = np.array(plan.counts[:num], dtype=np.int64)
+        starts = self._history.read_lengths(rows)
+        rows_device = self._upload(rows)
+        roots = self._rows.last_token.index_select(0, rows_device)
+        most = int(counts.max()) if num else 1
+        first = np.cumsum(counts) - counts
+        nodes = self._upload(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1))
+        if most == 1:
+            return Verification(rows, rows_device, starts, counts, roots[:, None], None, nodes, 0)
+        with_drafts = np.flatnonzero(counts > 1)
+        some = len(with_drafts) < num
+        index = self._upload(with_drafts) if some else slice(None)
+        task = DraftTask(
+            rows=rows[with_drafts],
+            lengths=starts[with_drafts],
+            rows_device=rows_device[index],
+            roots=roots[index],
+            depth=speculation.depth,
+            topk=self._config.topk,
+            num_nodes=most,
+        )
+        drafts = self._drafter.propose(task)
+        if some:
+            drafts = _spread(drafts, index, roots)
+        return Verification(rows, rows_device, starts, counts, drafts.tokens, drafts.parents, nodes, speculation.depth)
+
+    def build(self, plan: StepPlan, verification: Verification) -> StepBatch:
+        """The batch of drafts and prompts."""
+        width = verification.tokens.shape[1]
+        is_even = verification.parents is None and (verification.counts == width).all()
+        if is_even and len(plan.rows) == plan.num_decodes:
+            return self._builder.even(
+                verification.rows,
+                verification.rows_device,
+                verification.starts,
+                width,
+                verification.tokens.clamp_min(0),
+            )
+        num, counts = plan.num_decodes, np.array(plan.counts, dtype=np.int64)
+        rows, starts = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+        starts[:num] = verification.starts
+        ends = np.cumsum(counts)
+        num_decode_tokens = int(ends[num - 1]) if num else 0
+        samples = np.array(plan.samples[num:], dtype=bool)
+        ids = verification.tokens.clamp_min(0)
+        if num and ids.numel() != num_decode_tokens:
+            ids = ids[self._upload(np.arange(ids.shape[1]) < verification.counts[:, None])]
+        positions = visible = None
+        if verification.parents is not None:
+            drafts = Drafts(verification.tokens, verification.parents)
+            levels, masks = drafts.levels(), drafts.visible()
+            assert levels is not None and masks is not None
+            real = np.arange(ids.shape[-1] if ids.dim() == 2 else masks.shape[1]) < verification.counts[:, None]
+            prompt_positions = [np.arange(s, s + c) for s, c in zip(starts[num:].tolist(), counts[num:].tolist())]
+            depths = (verification.starts[:, None] + self._stream.read(levels))[real]
+            positions = np.concatenate([depths, *prompt_positions])
+            visible = self._stream.read(masks)[real]
+        return self._builder.assemble(
+            TokenRuns(
+                rows=rows,
+                starts=starts,
+                counts=counts,
+                num_decodes=num,
+                device_ids=ids.flatten(),
+                host_ids=np.array(plan.input_ids, dtype=np.int64),
+                slots=np.array(plan.slots, dtype=np.int64),
+                sampled=np.concatenate((np.arange(num_decode_tokens), ends[num:][samples] - 1)),
+                positions=positions,
+                visible=visible,
+            )
+        )
+
+    # -- after it ran
+
+    def accept(self, logits: Tensor, batch: StepBatch, verification: Verification) -> tuple[Accepted, Tensor]:
+        """Samples at every node and walks the trees. logits [S, V] may be changed. Returns also the prompts' tokens."""
+        edits, sampled = self._rows.edits, batch.sampled
+        edited = edits.active and bool(edits.wanted[sampled.rows].any())
+        if edited:
+            edits.apply(logits, sampled.rows, sampled.lengths, self._tried(verification, sampled))
+        drawn = self._sampler.sample(logits, sampled)  # [S]
+        accepted = accept(
+            drawn[verification.nodes],
+            verification.tokens,
+            verification.parents,
+            verification.depth,
+            self._forced(logits, sampled, verification),
+        )
+        prompts = drawn[int(verification.counts.sum()) :]
+        if edited:
+            count = self._stream.read(accepted.counts)
+            real = np.arange(accepted.tokens.shape[1]) < count[:, None]
+            flat = accepted.tokens[self._upload(real)]
+            prompt_rows = sampled.rows[len(sampled.rows) - len(prompts) :]
+            rows = np.concatenate((np.repeat(verification.rows, count), prompt_rows))
+            edits.sampled(torch.cat((flat, prompts)).clamp_min(0), rows)
+        return accepted, prompts
+
+    def advance(self, plan: StepPlan, verification: Verification, accepted: Accepted, prompts: Tensor) -> None:
+        """Moves counts and tokens of every row, and the KV of accepted drafts to where their tokens stand."""
+        if len(verification.rows):
+            if verification.parents is not None:
+                self._move(verification, accepted)
+            tokens, counts = accepted.tokens.clamp_min(0), accepted.counts
+            lengths = self._upload(verification.starts) + counts
+            self._history.advance(verification.rows_device, lengths, tokens)
+            last = tokens.gather(1, (counts - 1)[:, None])[:, 0]
+            self._rows.last_token.index_copy_(0, verification.rows_device, last)
+        self.advance_prompts(plan, prompts)
+
+    def advance_prompts(self, plan: StepPlan, tokens: Tensor) -> None:
+        """The prompts of a plan are computed as far as it says; tokens [P] came out of those that sample."""
+        chunks = range(plan.num_decodes, len(plan.rows))
+        for i in chunks:
+            self._history.lengths[plan.rows[i]] = plan.starts[i] + plan.counts[i]
+        ready = [i for i in chunks if plan.samples[i]]
+        if ready:
+            rows = self._stream.from_list([plan.rows[i] for i in ready], torch.int64)
+            lengths = self._stream.from_list([plan.starts[i] + plan.counts[i] for i in ready], torch.int64)
+            tokens = tokens.clamp_min(0)
+            self._history.append(rows, lengths, tokens)
+            self._rows.last_token.index_copy_(0, rows, tokens)
+
+    def advance_ordinary(self, plan: StepPlan, sampled: SampledRows, tokens: Tensor) -> None:
+        """The same for a step without speculation; tokens [S] >= 0 are those that it sampled."""
+        for i in range(plan.num_decodes, len(plan.rows)):
+            if not plan.samples[i]:
+                self._history.lengths[plan.rows[i]] = plan.starts[i] + plan.counts[i]
+        self._history.append(sampled.rows_device, self._upload(sampled.lengths), tokens)
+
+    def follow(
+        self,
+        plan: StepPlan,
+        batch: StepBatch,
+        forward: ForwardBatch,
+        hidden: Tensor,
+        verification: Verification,
+        accepted: Accepted,
+    ) -> None:
+        """Shows the drafter what the step computed."""
+        num = plan.num_decodes
+        rows, counts = np.array(plan.rows, dtype=np.int64), np.array(plan.counts, dtype=np.int64)
+        starts, kept, offsets = np.array(plan.starts, dtype=np.int64), counts.copy(), batch.offsets
+        starts[:num] = verification.starts
+        kept[:num] = self._stream.read(accepted.counts)
+        if verification.parents is not None:  # the accepted path of each tree, as the run that it is now
+            path = self._upload(offsets[:num])[:, None] + accepted.path
+            counts[:num] = path.shape[1]
+            own = [np.arange(o, o + c) for o, c in zip(offsets[num:].tolist(), counts[num:].tolist())]
+            chunks = self._upload(np.concatenate([np.zeros(0, dtype=np.int64), *own]))
+            batch, forward = self._batches.runs(rows, starts, counts, num_decodes=num)
+            offsets = batch.offsets
+            in_runs = torch.cat((path.flatten(), chunks))
+            hidden = hidden.index_select(0, in_runs[self._upload(places_in_runs(offsets, counts))])
+        self._drafter.follow(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
+
+    # -- pieces
+
+    def _tried(self, verification: Verification, sampled: SampledRows) -> tuple[np.ndarray, np.ndarray]:
+        """Drafts that a node's logits were computed behind, for penalties: (row of logits, token) of each."""
+        tokens = self._stream.read(verification.tokens)
+        nodes = self._stream.read(verification.nodes)
+        parents = None if verification.parents is None else self._stream.read(verification.parents)
+        where: list[int] = []
+        what: list[int] = []
+        for d in np.flatnonzero(self._rows.edits.wanted[verification.rows]).tolist():
+            for n in range(1, int(verification.counts[d])):
+                above = n
+                while above > 0:
+                    where.append(int(nodes[d, n]))
+                    what.append(max(int(tokens[d, above]), 0))
+                    above = above - 1 if parents is None else int(parents[d, above])
+        return np.array(where, dtype=np.int64), np.array(what, dtype=np.int64)
+
+    def _forced(self, logits: Tensor, sampled: SampledRows, verification: Verification) -> Tensor | None:
+        single, acc = self._config.accept_threshold_single, self._config.accept_threshold_acc
+        if (single >= 1 and acc >= 1) or not verification.depth:
+            return None
+        num_nodes = verification.tokens.shape[1]
+        parents = verification.parents
+        if parents is None:
+            parents = torch.arange(-1, num_nodes - 1, device=logits.device).expand(len(verification.rows), -1)
+        at = verification.nodes.gather(1, parents.clamp_min(0)).flatten()  # the logits above each node
+        places = self._stream.read(at)
+        above = SampledRows(sampled.rows[places], sampled.lengths[places], sampled.rows_device[at])
+        drafts = verification.tokens.flatten()[:, None]
+        chance = self._sampler.probabilities(logits.index_select(0, at), above, drafts)[:, 0].view(-1, num_nodes)
+        seeds = self._rows.sampling.mixed_seed[above.rows]
+        seeds, lengths = seeds.reshape(-1, num_nodes), above.lengths.reshape(-1, num_nodes)
+        # siblings get numbers of their own
+        columns = [uniforms(seeds[:, n], lengths[:, n], _FORCE_SALT + n) for n in range(num_nodes)]
+        numbers = torch.from_numpy(np.stack(columns, 1))
+        drawn = self._upload(self._rows.sampling.draw[verification.rows] != Draw.GREEDY)
+        return force(chance, self._stream.upload(numbers), single, acc) & drawn[:, None]
+
+    def _move(self, verification: Verification, accepted: Accepted) -> None:
+        """KV of the path's nodes to the slots of the positions they now have. Rejected ones move onto themselves."""
+        width = accepted.path.shape[1]
+        step = torch.arange(width, device=accepted.path.device)
+        inside = step < accepted.counts[:, None]
+        base = self._upload(verification.rows * self._rows.width + verification.starts)[:, None]
+        target = self._rows.slots_at((base + torch.where(inside, step, 0)).flatten())
+        source = self._rows.slots_at((base + torch.where(inside, accepted.path, 0)).flatten())
+        self._kv_pool.move(source, target)
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        return self._stream.upload(torch.from_numpy(values))
+
+
+def _spread(drafts: Drafts, index: Tensor | slice, roots: Tensor) -> Drafts:
+    """Drafts of some decodes -> of all; the others have only their root."""
+    tokens = drafts.tokens.new_full((len(roots), drafts.num_nodes), -1)
+    tokens[:, 0] = roots
+    tokens[index] = drafts.tokens
+    if drafts.parents is None:
+        return Drafts(tokens)
+    parents = drafts.parents.new_zeros(tokens.shape)
+    parents[:, 0] = -1
+    parents[index] = drafts.parents
+    return Drafts(tokens, parents)

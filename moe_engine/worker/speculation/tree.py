@@ -1,0 +1,115 @@
+"""Growing draft trees level by level, for any drafter that can say what follows a node.
+
+At each level the best `topk` nodes of the one before are expanded into `topk` children each; in the end the nodes of
+the highest cumulative probability are kept over all levels, parents before children. One child of a node is drawn as
+the target will draw there, with the same noise, and counts as the most likely one; for a greedy request it is.
+
+Legend: D rows with drafts, F nodes expanded at a level (the frontier), C candidates, V vocabulary, N nodes kept.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.worker.sampler import SampledRows, Sampler
+from moe_engine.worker.speculation.draft_batch import DraftBatches
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask, ancestor_masks
+
+
+class Expand(Protocol):
+    """Says what follows the nodes of a level."""
+
+    def __call__(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        """tokens [D, F] of the nodes of `level` >= 1, and their places [D, F] in the frontier before -> [D * F, V]."""
+
+
+def grow(task: DraftTask, first_logits: Tensor, expand: Expand, sampler: Sampler) -> Drafts:
+    """Trees for a task. `first_logits` [D, V] are those of the tokens behind the roots."""
+    num_rows, width = len(task.rows), task.topk
+    tokens, scores = _children(first_logits, task, 0, 1, width, sampler)  # each [D, 1, width]
+    all_tokens, all_scores = [tokens[:, 0]], [scores[:, 0]]
+    all_parents = [torch.full_like(all_tokens[0], -1)]  # among all candidates
+    frontier = torch.arange(width, device=tokens.device).expand(num_rows, -1)  # among the candidates of the last level
+    first_of_level = 0  # place of the last level's first candidate among all
+    places = torch.zeros_like(frontier)  # of the frontier's parents in the frontier before
+    for level in range(1, task.depth):
+        above, above_scores = all_tokens[-1].gather(1, frontier), all_scores[-1].gather(1, frontier)
+        logits = expand(level, above, places)
+        tokens, scores = _children(logits, task, level, width, width, sampler)
+        all_tokens.append(tokens.flatten(1))
+        all_scores.append((above_scores[:, :, None] + scores).flatten(1))
+        all_parents.append((frontier + first_of_level).repeat_interleave(width, 1))
+        first_of_level += all_tokens[-2].shape[1]
+        # stable: of a drawn child and a rival that scores the same, the drawn one
+        frontier = all_scores[-1].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
+        places = frontier // width
+    return _keep_best(task, torch.cat(all_tokens, 1), torch.cat(all_scores, 1), torch.cat(all_parents, 1))
+
+
+def _children(
+    logits: Tensor, task: DraftTask, level: int, nodes: int, width: int, sampler: Sampler
+) -> tuple[Tensor, Tensor]:
+    """logits [D * nodes, V] -> tokens and log-probabilities [D, nodes, width] of each node's children."""
+    rows, lengths = np.repeat(task.rows, nodes), np.repeat(task.lengths + 1 + level, nodes)
+    sampled = SampledRows(rows, lengths, task.rows_device.repeat_interleave(nodes))
+    drawn = sampler.sample(logits, sampled).clamp_min(0)[:, None]
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.amax(-1, keepdim=True)
+    others, other_tokens = logprobs.scatter(1, drawn, -torch.inf).topk(width - 1)
+    tokens = torch.cat((drawn, other_tokens), 1)
+    scores = torch.cat((best, others), 1)
+    return tokens.view(-1, nodes, width), scores.view(-1, nodes, width)
+
+
+def _keep_best(task: DraftTask, tokens: Tensor, scores: Tensor, parents: Tensor) -> Drafts:
+    """Candidates [D, C] -> trees of N nodes. A parent scores no less than its children and comes before them, so a
+    stable sort never keeps a child without it."""
+    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : task.num_nodes - 1].sort(1).values
+    node = torch.zeros_like(parents)  # the node a candidate becomes
+    node.scatter_(1, chosen, torch.arange(1, chosen.shape[1] + 1, device=tokens.device).expand_as(chosen))
+    above = parents.gather(1, chosen)
+    node_parents = torch.where(above < 0, 0, node.gather(1, above.clamp_min(0)))
+    roots = torch.full_like(task.roots, -1)[:, None]
+    return Drafts(torch.cat((task.roots[:, None], tokens.gather(1, chosen)), 1), torch.cat((roots, node_parents), 1))
+
+
+class NodeRun:
+    """Nodes of a tree run through one cache level by level; earlier ones run again with the later ones.
+
+    Args:
+        first: [D] where in the rows' slot tables the first node stands; all before it is context.
+        positions: [D] position of the nodes of the first level that is added; each level is one further.
+    """
+
+    def __init__(self, batches: DraftBatches, rows: np.ndarray, first: np.ndarray, positions: np.ndarray) -> None:
+        self._batches = batches
+        self._rows = rows
+        self._first = first
+        self._base = positions
+        self._tokens: list[Tensor] = []
+        self._parents: list[Tensor] = []
+
+    def add(self, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ForwardBatch]:
+        """A level: tokens [D, F], and places [D, F] of the parents in the level before. Returns all tokens so far
+        [D, E], and a batch of them."""
+        width, levels = tokens.shape[1], len(self._tokens)
+        self._tokens.append(tokens)
+        self._parents.append(parents + (levels - 1) * width if levels else torch.full_like(parents, -1))
+        everything = torch.cat(self._tokens, 1)  # [D, E]
+        masks = ancestor_masks(torch.cat(self._parents, 1))
+        num_rows, count = everything.shape
+        depth = np.repeat(np.arange(levels + 1), width)
+        _, forward = self._batches.runs(
+            self._rows,
+            self._first,
+            np.full(num_rows, count),
+            everything.flatten(),
+            positions=(self._base[:, None] + depth).ravel(),
+            visible=masks.cpu().numpy().ravel(),
+        )
+        return everything, forward
