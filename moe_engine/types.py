@@ -243,6 +243,8 @@ class NewRow:
     seed: int
     eos_token_ids: frozenset[int]
     logprobs: LogprobSpec | None = None
+    max_length: int | None = None
+    """Tokens, prompt and outputs, with which the request ends; None if the worker need not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,5 +314,6 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprob]] | None = None
     seconds: float = 0.0
     """How long the step took on the device, drafting included."""
+    draft_seconds: float = 0.0
+    """The part of `seconds` in which drafts were made; so `follow_seconds`, in which the drafter followed."""
     follow_seconds: float = 0.0
-    """The part of `seconds` in which the drafter took in the step's tokens (`Speculation.follow`)."""

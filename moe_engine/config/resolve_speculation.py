@@ -19,7 +19,7 @@ from moe_engine.types import SpeculationConfig
 
 METHODS = {"NEXTN": "nextn", "STANDALONE": "standalone", "NGRAM": "ngram"}
 MAX_DRAFT_TOKENS = 64
-AUTO_MAX_STEPS = 4
+AUTO_MAX_STEPS = 6
 DEFAULT_TREE = (3, 1, 4)
 TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")

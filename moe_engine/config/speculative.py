@@ -45,7 +45,7 @@ class SpeculativeArgs:
     )
     speculative_num_steps: str | None = flag(
         None,
-        "Drafts in a row, the depth of the draft tree. auto: the engine chooses 0 to 4 for each step (0 to "
+        "Drafts in a row, the depth of the draft tree. auto: the engine chooses 0 to 6 for each step (0 to "
         "--speculative-num-draft-tokens minus 1 where that is given). Left out, with topk and draft tokens: 3, 1, 4 "
         "(NGRAM: 4, 1, 5).",
         parse=parse_steps,

@@ -1,9 +1,9 @@
 """How deep to draft, so that speculation never loses: the depth with the most expected tokens a second.
 
-Two things are measured while serving. The share of drafts accepted at each position gives the tokens that a step of
-depth d is expected to bring, 1 + a1 + a1 a2 + ...; the time of steps, by depth and by number of requests (in powers of
-two: what a token more costs depends on how full the step is), gives their price. Depths that were never tried are
-priced between those that were. Now and then the runner-up is tried again, so that the prices stay true.
+Two things are learned while serving. The share of drafts accepted at each position gives the tokens that a step of
+depth d is expected to bring a request, 1 + a1 + a1 a2 + ...; `step_price` learns what such a step costs. Both say
+something about depths that were never tried, and the best one on paper is tried as long as it is a level deeper than
+the deepest tried so far at most. Now and then a step takes the runner-up, so that its price stays true.
 
 Where nothing beats depth 0, drafting sleeps: the drafter no longer follows and costs nothing. It is woken after a while
 (twice as long each time in vain) or when fewer requests run than when it fell asleep, and then drafts for requests
@@ -12,10 +12,9 @@ that are new.
 
 from __future__ import annotations
 
-from collections import deque
-from statistics import median
 from typing import Protocol
 
+from moe_engine.scheduler.step_price import StepCost, StepPrice
 from moe_engine.types import SpeculationConfig
 
 
@@ -29,13 +28,12 @@ class DepthPolicy(Protocol):
     def choose(self, num_requests: int, num_draftable: int) -> int:
         """Depth for a step of `num_requests` decodes, of which `num_draftable` can get drafts."""
 
-    def observe(
-        self, num_requests: int, depth: int, accepted: list[tuple[int, int]], seconds: float, follow: float
-    ) -> None:
-        """A decode step of this depth took `seconds`, `follow` of them for following.
+    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
+        """A step with decodes is over.
 
-        accepted[i] of a request that drafts could be made for: (positions whose draft was judged, drafts accepted).
-        `seconds` 0: unknown, or the step did other things too.
+        Args:
+            accepted: of each request that had drafts, (positions whose draft was judged, drafts accepted).
+            cost: what the step cost; None where that is unknown, or it computed prompts too.
         """
 
 
@@ -50,105 +48,76 @@ class FixedDepth:
     def choose(self, num_requests: int, num_draftable: int) -> int:
         return self._depth
 
-    def observe(
-        self, num_requests: int, depth: int, accepted: list[tuple[int, int]], seconds: float, follow: float
-    ) -> None:
+    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
         return None
 
 
 TRIES = 3
-"""Steps of a depth that are timed before its price is believed."""
-RETRY_EVERY = 128
-"""Decode steps between two looks at the runner-up's price."""
+"""Steps with a single draft that begin it all."""
+RETRY_EVERY = 96
+"""Steps between two looks at the runner-up."""
 MARGIN = 1.02
 """Drafting must be better than not drafting by this factor."""
-PATIENCE = 8
-"""Steps without a gain after which drafting sleeps."""
+PATIENCE = 4
+"""Steps without a gain after which drafting sleeps; a clear loss counts for all of them."""
+CLEAR_LOSS = 0.8
 WORTH_WAKING = 1.3
 """Tokens that a single draft must have been expected to bring for fewer requests to be a reason to wake."""
-FIRST_NAP, LONGEST_NAP = 256, 1 << 14
+FIRST_NAP, LONGEST_NAP = 512, 1 << 14
 
 
 class Acceptance:
-    """Share of drafts accepted at each position, given that those before it were; recent steps count more."""
+    """Share of drafts accepted at each position, given that those before it were; recent steps count more.
 
-    def __init__(self, max_depth: int, decay: float = 0.97, prior: float = 0.7, weight: float = 1.0) -> None:
+    Of a position that was hardly ever reached the one before it is the best guess.
+    """
+
+    def __init__(self, max_depth: int, decay: float = 0.97, prior: float = 0.7, weight: float = 2.0) -> None:
         self._decay = decay
-        self._hits = [prior * weight] * max_depth
-        self._tries = [weight] * max_depth
+        self._prior = prior
+        self._weight = weight
+        self._hits = [0.0] * max_depth
+        self._tries = [0.0] * max_depth
         self.num_seen = 0
 
     def add(self, accepted: list[tuple[int, int]]) -> None:
         if not accepted:
             return
-        decay = self._decay
         for i in range(len(self._hits)):
             judged = sum(1 for depth, good in accepted if depth > i and good >= i)
             if judged:
+                decay = self._decay
                 self._tries[i] = self._tries[i] * decay + judged
                 self._hits[i] = self._hits[i] * decay + sum(1 for depth, good in accepted if depth > i and good > i)
         self.num_seen += len(accepted)
 
     def expected(self, depth: int) -> float:
         """Tokens that a step of this depth brings for a request, the target's own included."""
-        tokens, chance = 1.0, 1.0
+        tokens, chance, rate = 1.0, 1.0, self._prior
         for hits, tries in zip(self._hits[:depth], self._tries):
-            chance *= hits / tries
+            rate = (hits + self._weight * rate) / (tries + self._weight)
+            chance *= rate
             tokens += chance
         return tokens
-
-
-class _Prices:
-    """Seconds of a step by depth, for one size of batch."""
-
-    def __init__(self, max_depth: int) -> None:
-        self._times: list[deque[float]] = [deque(maxlen=2 * TRIES + 1) for _ in range(max_depth + 1)]
-        self.follow: deque[float] = deque(maxlen=2 * TRIES + 1)
-
-    def add(self, depth: int, seconds: float, follow: float) -> None:
-        self._times[depth].append(seconds)
-        if follow:
-            self.follow.append(follow)
-
-    def known(self, depth: int) -> bool:
-        return len(self._times[depth]) >= TRIES
-
-    def forget(self, depth: int) -> None:
-        """The oldest times go, so that it is tried again."""
-        times = self._times[depth]
-        while len(times) >= TRIES:
-            times.popleft()
-
-    def of(self, depth: int) -> float:
-        """Measured, or on the line through the two measured depths nearest to it."""
-        if self._times[depth]:
-            return median(self._times[depth])
-        known = [d for d, times in enumerate(self._times) if times]
-        near = sorted(sorted(known, key=lambda d: abs(d - depth))[:2])
-        if len(near) < 2:
-            return median(self._times[near[0]])
-        low, high = near
-        cheap, dear = median(self._times[low]), median(self._times[high])
-        return cheap + (dear - cheap) * (depth - low) / (high - low)
-
-    def asleep(self) -> float:
-        """A step without drafts whose tokens the drafter does not follow."""
-        return self.of(0) - (median(self.follow) if self.follow else 0.0)
 
 
 class AutoDepth:
     """See the module."""
 
     def __init__(self, config: SpeculationConfig) -> None:
+        self._config = config
         self._max = config.num_steps
         self._acceptance = Acceptance(self._max)
-        self._prices: dict[int, _Prices] = {}
+        self._price = StepPrice(config)
         self._awake = True
         self._losses = 0
         self._nap = FIRST_NAP
+        self._num_tried = 0
+        """Steps with drafts since it woke."""
         self._steps = 0
         self._wake_at = 0
-        self._asleep_size = 0
+        self._asleep_below = 0
+        """Fewer requests than this are a reason to wake."""
 
     @property
     def following(self) -> bool:
@@ -156,64 +125,59 @@ class AutoDepth:
 
     def choose(self, num_requests: int, num_draftable: int) -> int:
         self._steps += 1
-        size = _size(num_requests)
-        if not self._awake and (self._steps >= self._wake_at or size < self._asleep_size):
+        if not self._awake and (self._steps >= self._wake_at or num_requests < self._asleep_below):
             self._wake()
         if not self._awake or not num_draftable:
             return 0
-        prices = self._prices.setdefault(size, _Prices(self._max))
-        for depth in (self._max, 0):  # the whole curve of acceptance first, then what it is compared with
-            if not prices.known(depth):
-                return depth
-        best = self._best(prices)
-        if not prices.known(best):
-            return best
-        if self._steps % RETRY_EVERY == 0:
-            others = [depth for depth in range(self._max + 1) if depth != best]
-            prices.forget(max(others, key=lambda depth: self._speed(prices, depth)))
-        self._judge(prices, best, size)
-        return best if self._awake else 0
+        if self._num_tried < TRIES:
+            return min(1, self._max)
+        if not self._price.knows(num_requests, num_draftable, 0):
+            return 0  # what everything is compared with
+        if not self._price.knows_drafting:
+            return min(1, self._max)
+        deepest = min(self._max, self._price.deepest + 1)
+        speeds = [self._speed(num_requests, num_draftable, depth) for depth in range(deepest + 1)]
+        best = max(range(deepest + 1), key=speeds.__getitem__)
+        self._judge(best, speeds, num_requests, num_draftable)
+        if not self._awake:
+            return 0
+        if self._steps % RETRY_EVERY == 0 and deepest:
+            return max((depth for depth in range(deepest + 1) if depth != best), key=speeds.__getitem__)
+        return best
 
-    def observe(
-        self, num_requests: int, depth: int, accepted: list[tuple[int, int]], seconds: float, follow: float
-    ) -> None:
+    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
         self._acceptance.add(accepted)
-        if seconds > 0 and self._awake and (len(accepted) == num_requests or depth == 0):
-            prices = self._prices.setdefault(_size(num_requests), _Prices(self._max))
-            prices.add(depth, seconds, follow)
+        self._num_tried += bool(accepted)
+        if cost is not None:
+            self._price.add(cost)
 
-    def _speed(self, prices: _Prices, depth: int) -> float:
-        return self._acceptance.expected(depth) / prices.of(depth)
+    def _speed(self, num_requests: int, num_draftable: int, depth: int) -> float:
+        tokens = num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
+        return tokens / self._price.of(num_requests, num_draftable, depth)
 
-    def _best(self, prices: _Prices) -> int:
-        return max(range(self._max + 1), key=lambda depth: self._speed(prices, depth))
-
-    def _judge(self, prices: _Prices, best: int, size: int) -> None:
+    def _judge(self, best: int, speeds: list[float], num_requests: int, num_draftable: int) -> None:
         """Goes to sleep after `PATIENCE` steps in which no depth paid."""
-        gains = best > 0 and self._speed(prices, best) * prices.asleep() > MARGIN
-        if gains:
+        asleep = num_requests / self._price.asleep(num_requests)
+        if best and speeds[best] > MARGIN * asleep:
             self._losses = 0
             if self._acceptance.num_seen > 16 * PATIENCE:
                 self._nap = FIRST_NAP
             return
-        self._losses += 1
-        if self._losses >= PATIENCE:
-            self._awake = False
-            self._asleep_size = size if self._acceptance.expected(1) > WORTH_WAKING else 0
-            self._wake_at = self._steps + self._nap
-            self._nap = min(2 * self._nap, LONGEST_NAP)
+        one_draft = speeds[min(1, len(speeds) - 1)]
+        self._losses += PATIENCE if max(one_draft, speeds[best] if best else 0.0) < CLEAR_LOSS * asleep else 1
+        if self._losses < PATIENCE:
+            return
+        self._awake = False
+        worth_it = self._acceptance.expected(1) > WORTH_WAKING
+        self._asleep_below = (num_requests + 1) // 2 + 1 if worth_it else 0
+        self._wake_at = self._steps + self._nap
+        self._nap = min(2 * self._nap, LONGEST_NAP)
 
     def _wake(self) -> None:
         self._awake = True
-        self._losses = 0
+        self._losses = self._num_tried = 0
         self._acceptance = Acceptance(self._max)
-        for prices in self._prices.values():
-            prices.forget(self._max)
-
-
-def _size(num_requests: int) -> int:
-    """Batches of like size: 1, 2, 3-4, 5-8, ..."""
-    return (num_requests - 1).bit_length()
+        self._price.forget_drafting()
 
 
 def make_policy(config: SpeculationConfig) -> DepthPolicy:

@@ -151,4 +151,5 @@ def _new_row(request: Request, job: PrefillJob) -> NewRow:
         seed=request.seed,
         eos_token_ids=request.eos_token_ids,
         logprobs=spec,
+        max_length=len(request.prompt_ids) + request.max_new_tokens,
     )

@@ -11,6 +11,7 @@ from moe_engine.scheduler.events import SpecStats
 from moe_engine.scheduler.memory import RequestMemory
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
 from moe_engine.scheduler.request_book import RequestBook
+from moe_engine.scheduler.step_price import StepCost
 from moe_engine.types import Request, SpeculationConfig, StepResult
 
 
@@ -77,9 +78,7 @@ class Speculator:
                 self._proposed[i] += 1
             for i in range(good):
                 self._accepted[i] += 1
-        alone = not record.prefilled
-        seconds = result.seconds if alone else 0.0
-        self._policy.observe(len(record.sampled), max(record.depths, default=0), fates, seconds, result.follow_seconds)
+        self._policy.observe(fates, _cost(record, result))
 
     def take_accept_length(self) -> float | None:
         """Mean tokens by request and step with drafts since the last call; None if there were no drafts."""
@@ -95,6 +94,15 @@ class Speculator:
     def stats(self) -> SpecStats:
         following = self._policy.following
         return SpecStats(self._depth, following, self._verified, list(self._proposed), list(self._accepted))
+
+
+def _cost(record: StepRecord, result: StepResult) -> StepCost | None:
+    """What a step of decodes alone cost; None of others, and where the worker does not say."""
+    if record.prefilled or not result.seconds:
+        return None
+    drafting = sum(1 for depth in record.depths if depth)
+    depth = max(record.depths, default=0)
+    return StepCost(len(record.sampled), drafting, depth, result.seconds, result.draft_seconds, result.follow_seconds)
 
 
 def _wants_drafts(request: Request) -> bool:

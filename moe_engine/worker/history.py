@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_engine.types import NewRow
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.row_ends import RowEnds
 
 
 class History:
@@ -27,11 +28,13 @@ class History:
         self.tokens: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
         self._flat = self.tokens.view(-1)
         self.lengths: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)  # [max_rows]
+        self.ends = RowEnds(max_rows)
 
     def enter(self, new: NewRow) -> None:
         ids = torch.from_numpy(np.array(new.token_ids, dtype=np.int32))
         self.tokens[new.row, : len(ids)].copy_(ids)
         self.lengths[new.row] = len(new.slots)
+        self.ends.enter(new)
 
     def read_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Computed tokens of rows [D], on the host: where a decode begins. Waits for an accelerator."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import Model
 from moe_engine.types import LogprobSpec, StepPlan, StepResult, TokenLogprob
 from moe_engine.worker.batch_builder import BatchBuilder
@@ -81,6 +82,7 @@ class ModelRunner:
         stream: DeviceStream,
         *,
         form: MLAFormPolicy | None = None,
+        sampling: SamplingKernel | None = None,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -88,7 +90,7 @@ class ModelRunner:
         self.attention = attention
         self.stream = stream
         self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream)
-        self.sampler = Sampler(rows.sampling, stream)
+        self.sampler = Sampler(rows.sampling, stream, sampling)
         self.speculation: SpeculativeStep | None = None
         self._phase = "idle"
         self._nothing = torch.zeros(0, dtype=torch.int64)
@@ -150,7 +152,13 @@ class ModelRunner:
             raise ValueError(f"plan {plan.number} speculates, but this worker was made without a drafter")
         began = time.perf_counter()
         self._phase = "drafting"
+        whole = plan
+        plan, left_out = step.without_ended(plan)
+        step.reserve(speculation)
+        if not plan.rows:
+            return PendingSpeculation.empty(plan.number, [(i, whole.rows[i]) for i in left_out])
         verification = step.draft(plan, speculation)
+        drafted = time.perf_counter()
         self._phase = "building the batch"
         batch = step.build(plan, verification)
         self._phase = "planning attention"
@@ -172,9 +180,11 @@ class ModelRunner:
             step.follow(plan, batch, forward, hidden, verification, accepted)
         ended = time.perf_counter()
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
-        pending = PendingSpeculation(
-            plan.number, plan_rows, copy, (ended - began, ended - follow_began), prompts=prompts
-        )
+        seconds = (ended - began, drafted - began, ended - follow_began)
+        if left_out:  # not the step that was planned: its time would mislead
+            seconds = (0.0, 0.0, 0.0)
+        pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
+        pending.left_out = [(i, whole.rows[i]) for i in left_out]
         if raw is not None:
             add_logprobs(pending, self.rows.logprobs, self.stream, raw, wanting, verification, accepted, new)
         return pending

@@ -204,7 +204,7 @@ def _prepare(
     spec = kv_spec(config, kv_dtype, num_mtp_layers(config, speculation))
     pool = KVPool(spec, options.num_slots, options.page_size, stream)
     form = form_policy(config.attention, deterministic=options.deterministic, break_even=options.absorbed_break_even)
-    runner = ModelRunner(model, pool, rows, backends.attention, stream, form=form)
+    runner = ModelRunner(model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling)
     draft_bytes = 0
     if speculation is not None:
         draft_config = options.draft_config

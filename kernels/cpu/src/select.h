@@ -46,7 +46,7 @@ INLINE uint32_t reached(const F16& a, const F16& b) {
   uint32_t bits = 0;
   PARTS_LOOP {
     const vi mask = (vi)(a.v[i] >= b.v[i]);
-#if defined(__AVX2__)
+#if defined(__AVX2__) && defined(__FMA__)
     bits |= uint32_t(_mm256_movemask_ps((__m256)mask)) << (i * WIDTH);
 #else
     for (int j = 0; j < WIDTH; j++) bits |= uint32_t(mask[j] & 1) << (i * WIDTH + j);

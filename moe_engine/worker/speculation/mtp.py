@@ -29,8 +29,7 @@ from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
-
-FEW = 16
+FEW = 2
 """Tokens of a request up to which following computes all of them in full: that costs less than a second pass."""
 
 
@@ -95,8 +94,8 @@ class MTPDrafter:
             self._layers.remember(0, ids, computed.hidden, computed.forward)
             index, rows_device = self._upload(last), self._upload(rows)
             next_ids = ids.index_select(0, index)
-            batch = self._batches.singles(rows, rows_device, ends - 1, next_ids)
-            v = self._layers.forward(0, next_ids, computed.hidden.index_select(0, index), batch)
+            singles = self._batches.singles(rows, rows_device, ends - 1, next_ids)
+            v = self._layers.forward(0, next_ids, computed.hidden.index_select(0, index), singles)
             self._keep(rows, v, np.arange(len(rows)))
             return
         first = np.maximum(starts - self._behind, self._entered[rows])

@@ -29,11 +29,20 @@ class PendingSpeculation:
     rows: list[int]
     copy: HostCopy
     """New tokens [D, K] of the decodes, how many of them [D], and those of the prompts [P]."""
-    seconds: tuple[float, float]
+    seconds: tuple[float, float, float]
+    """In all, drafting, following."""
     logprobs: PendingLogprobs | None = None
     logprob_places: list[tuple[int, int]] = field(default_factory=list)
     """Request among `rows` and index among its tokens of each entry of `logprobs`."""
     prompts: list[PendingPrompt] = field(default_factory=list)
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+    """Place among the plan's sampled rows, and row, of requests that had ended: their result is empty."""
+
+    @classmethod
+    def empty(cls, number: int, left_out: list[tuple[int, int]]) -> PendingSpeculation:
+        """Of a step all of whose requests had ended."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return cls(number, [], HostCopy([nothing.view(0, 0), nothing, nothing]), (0.0, 0.0, 0.0), left_out=left_out)
 
     @property
     def ready(self) -> bool:
@@ -48,8 +57,14 @@ class PendingSpeculation:
             for (request, index), entry in zip(self.logprob_places, self.logprobs.take()):
                 if index < len(tokens[request]):
                     logprobs[request].append(entry)
+        rows = list(self.rows)
+        for place, row in self.left_out:
+            rows.insert(place, row)
+            tokens.insert(place, [])
+            if logprobs is not None:
+                logprobs.insert(place, [])
         told = {pending.row: pending.take() for pending in self.prompts} or None
-        return StepResult(self.number, self.rows, tokens, logprobs, told, *self.seconds)
+        return StepResult(self.number, rows, tokens, logprobs, told, *self.seconds)
 
 
 def add_logprobs(

@@ -5,7 +5,7 @@ Legend: D decodes, P prompts that sample, N most tokens of a decode, K = depth +
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -83,9 +83,32 @@ class SpeculativeStep:
 
     # -- before the target runs
 
+    def reserve(self, speculation: Speculation) -> None:
+        """Enters the slots that a plan gives for tokens to come."""
+        self._rows.reserve(speculation.reserved)
+
+    def without_ended(self, plan: StepPlan) -> tuple[StepPlan, list[int]]:
+        """The plan without decodes of rows that the last step ended, and the places of those among its rows.
+
+        Nobody waits for their tokens: the scheduler ends these requests when it reads the last step's result.
+        """
+        ended = self._history.ends.ended
+        left_out = [i for i in range(plan.num_decodes) if ended[plan.rows[i]]]
+        if not left_out:
+            return plan, []
+        kept = [i for i in range(len(plan.rows)) if i >= plan.num_decodes or not ended[plan.rows[i]]]
+        rest = replace(
+            plan,
+            rows=[plan.rows[i] for i in kept],
+            starts=[plan.starts[i] for i in kept],
+            counts=[plan.counts[i] for i in kept],
+            samples=[plan.samples[i] for i in kept],
+            num_decodes=plan.num_decodes - len(left_out),
+        )
+        return rest, left_out
+
     def draft(self, plan: StepPlan, speculation: Speculation) -> Verification:
         """Drafts for the decodes of a plan."""
-        self._rows.reserve(speculation.reserved)
         num = plan.num_decodes
         rows = np.array(plan.rows[:num], dtype=np.int64)
         counts = np.array(plan.counts[:num], dtype=np.int64)
@@ -196,6 +219,8 @@ class SpeculativeStep:
             self._history.advance(verification.rows_device, lengths, tokens)
             last = tokens.gather(1, (counts - 1)[:, None])[:, 0]
             self._rows.last_token.index_copy_(0, verification.rows_device, last)
+            if not self._stream.asynchronous:  # reading would stall it
+                self._history.ends.note(verification.rows, verification.starts + 1, tokens.numpy(), counts.numpy())
         self.advance_prompts(plan, prompts)
 
     def advance_prompts(self, plan: StepPlan, tokens: Tensor) -> None:
@@ -235,12 +260,13 @@ class SpeculativeStep:
         kept[:num] = self._stream.read(accepted.counts)
         if verification.parents is not None:  # the accepted path of each tree, as the run that it is now
             path = self._upload(offsets[:num])[:, None] + accepted.path
-            counts[:num] = path.shape[1]
+            counts[:num] = np.where(counts[:num] > 1, path.shape[1], 1)  # without drafts there is one slot only
+            path = path[self._upload(np.arange(path.shape[1]) < counts[:num, None])]
             own = [np.arange(o, o + c) for o, c in zip(offsets[num:].tolist(), counts[num:].tolist())]
             chunks = self._upload(np.concatenate([np.zeros(0, dtype=np.int64), *own]))
             batch, forward = self._batches.runs(rows, starts, counts, num_decodes=num)
             offsets = batch.offsets
-            in_runs = torch.cat((path.flatten(), chunks))
+            in_runs = torch.cat((path, chunks))
             hidden = hidden.index_select(0, in_runs[self._upload(places_in_runs(offsets, counts))])
         self._drafter.follow(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
 

@@ -1,0 +1,133 @@
+"""What a step costs by the number of its requests and the depth of their drafts, learned from the steps that ran.
+
+A step is the target's forward over all tokens, a level of drafting for each depth, and following. The forward's time is
+a curve over its tokens, whether these are drafts or many requests; a level's a curve over the requests drafted for;
+following's over the tokens. So a few depths at a few sizes of batch tell the price of the others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from math import log2
+from statistics import median
+
+from moe_engine.types import SpeculationConfig
+
+BELIEVED = 3
+"""Measurements after which a size counts as known."""
+KEPT = 7
+"""Measurements of a size that are looked at: the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """A decode step: its shape, and its seconds in all, in drafting and in following."""
+
+    num_requests: int
+    num_drafting: int
+    depth: int
+    seconds: float
+    draft_seconds: float
+    follow_seconds: float
+
+
+class Curve:
+    """Seconds over a count: the medians at the counts seen, straight lines between them.
+
+    Beyond the last it goes on as between the last two; a single point is taken as half fixed, half proportional.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[tuple[int, float]]] = {}
+        self._points: dict[int, tuple[float, float]] = {}  # by bucket: count and seconds
+        self._order: list[int] = []  # buckets, ascending
+
+    def add(self, count: int, seconds: float) -> None:
+        bucket = _bucket(count)
+        seen = self._seen.get(bucket)
+        if seen is None:
+            seen = self._seen[bucket] = deque(maxlen=KEPT)
+            insort(self._order, bucket)
+        seen.append((count, seconds))
+        self._points[bucket] = (median(c for c, _ in seen), median(s for _, s in seen))
+
+    def knows(self, count: int) -> bool:
+        """Whether there were enough measurements at about this count."""
+        return len(self._seen.get(_bucket(count), ())) >= BELIEVED
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._seen
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self._points.clear()
+        self._order.clear()
+
+    def at(self, count: int) -> float:
+        order, points = self._order, self._points
+        if len(order) == 1:
+            known, seconds = points[order[0]]
+            return seconds * (0.5 + 0.5 * count / known)
+        above = min(max(bisect_left(order, _bucket(count)), 1), len(order) - 1)
+        if points[order[above]][0] < count and above + 1 < len(order):
+            above += 1
+        (x0, y0), (x1, y1) = points[order[above - 1]], points[order[above]]
+        slope = max(y1 - y0, 0.0) / (x1 - x0)  # more never takes less: else it is noise
+        return max(y0 + slope * (count - x0), 0.1 * min(y0, y1))
+
+
+class StepPrice:
+    """See the module."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._config = config
+        self._forward = Curve()
+        self._level = Curve()
+        self._follow = Curve()
+        self.deepest = 0
+        """Depth tried so far, since drafting was forgotten last."""
+
+    @property
+    def knows_drafting(self) -> bool:
+        return not self._level.is_empty
+
+    def forget_drafting(self) -> None:
+        """What drafts cost is to be learned again (it slept); what tokens cost is kept."""
+        self._level.clear()
+        self._follow.clear()
+        self.deepest = 0
+
+    def add(self, cost: StepCost) -> None:
+        tokens = self._tokens(cost.num_requests, cost.num_drafting, cost.depth)
+        self._forward.add(tokens, cost.seconds - cost.draft_seconds - cost.follow_seconds)
+        if cost.follow_seconds:
+            self._follow.add(tokens, cost.follow_seconds)
+        if cost.depth and cost.num_drafting:
+            self._level.add(cost.num_drafting, cost.draft_seconds / cost.depth)
+            self.deepest = max(self.deepest, cost.depth)
+
+    def knows(self, num_requests: int, num_drafting: int, depth: int) -> bool:
+        """Whether the forward of such a step was measured often enough."""
+        return self._forward.knows(self._tokens(num_requests, num_drafting, depth))
+
+    def of(self, num_requests: int, num_drafting: int, depth: int) -> float:
+        """Seconds of a step that the drafter follows."""
+        tokens = self._tokens(num_requests, num_drafting, depth)
+        follow = 0.0 if self._follow.is_empty else self._follow.at(tokens)
+        level = depth * self._level.at(num_drafting) if depth else 0.0
+        return self._forward.at(tokens) + level + follow
+
+    def asleep(self, num_requests: int) -> float:
+        """Seconds of a step without drafts that the drafter does not follow."""
+        return self._forward.at(num_requests)
+
+    def _tokens(self, num_requests: int, num_drafting: int, depth: int) -> int:
+        return num_requests + num_drafting * (self._config.num_nodes(depth) - 1)
+
+
+def _bucket(count: int) -> int:
+    """Counts of about the same size: exact up to 4, then a quarter of a power of two."""
+    return count if count <= 4 else round(4 * log2(count)) - 4

@@ -1,0 +1,179 @@
+"""A made-up machine under a depth policy: what steps cost, which drafts are right, when requests end.
+
+Steps overlap as in the engine: one is planned before the result of the one in flight is known, so a request that ends
+is decoded once more in vain, and a request near its length gets no drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from moe_engine.scheduler.draft_depth import DepthPolicy
+from moe_engine.scheduler.step_price import StepCost
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of a step, in any unit: a part that every step has and one for each token, of the target, of a level of
+    drafts, and of following. `noise`: standard deviation of each step's time, relative.
+
+    `rates[i]`: chance that draft i is right where those before it are. Requests end after about `length` tokens.
+    """
+
+    base: float = 10.0
+    token: float = 0.02
+    draft: float = 0.5
+    draft_token: float = 0.002
+    follow: float = 0.2
+    follow_token: float = 0.001
+    noise: float = 0.02
+    rates: tuple[float, ...] = (0.8, 0.7, 0.6, 0.5)
+    length: int = 200
+    ends_by_eos: bool = True
+
+    def seconds(self, num_requests: int, num_drafts: int, depth: int) -> float:
+        """Without following."""
+        return self.base + self.token * (num_requests + num_drafts) + self.draft_seconds(num_drafts, depth)
+
+    def draft_seconds(self, num_drafts: int, depth: int) -> float:
+        return depth * self.draft + num_drafts * self.draft_token
+
+    def follow_seconds(self, num_tokens: int) -> float:
+        return self.follow + self.follow_token * num_tokens
+
+    def tokens_per_second(self, num_requests: int, depth: int | None) -> float:
+        """In the long run at one depth; None: without speculation."""
+        if depth is None:
+            return num_requests / self.seconds(num_requests, 0, 0)
+        tokens, chance = 1.0, 1.0
+        for rate in self.rates[:depth]:
+            chance *= rate
+            tokens += chance
+        num_tokens = num_requests * (depth + 1)
+        seconds = self.seconds(num_requests, num_requests * depth, depth) + self.follow_seconds(num_tokens)
+        return num_requests * tokens / seconds
+
+    def best_depth(self, num_requests: int) -> int:
+        """0 also where following would pay for nothing."""
+        speeds = [self.tokens_per_second(num_requests, depth) for depth in range(1, len(self.rates) + 1)]
+        best = max(speeds)
+        return 0 if best <= self.tokens_per_second(num_requests, None) else 1 + speeds.index(best)
+
+
+@dataclass(eq=False)
+class Running:
+    left: int
+    followed: bool = True
+    in_flight: int = 0
+
+
+@dataclass
+class Flight:
+    """A step on its way: its requests, their depths, and how its time will be reported."""
+
+    requests: list[Running]
+    depths: list[int]
+    seconds: float
+    draft: float
+    follow: float
+
+
+class NoDrafts:
+    """What every policy is held against: implements `DepthPolicy`."""
+
+    following = False
+
+    def choose(self, num_requests: int, num_draftable: int) -> int:
+        return 0
+
+    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
+        return None
+
+
+@dataclass
+class DepthSimulation:
+    """`tokens` and `seconds` so far; `depths[i]` was chosen for step i, `awake[i]` tells whether drafting was."""
+
+    policy: DepthPolicy
+    machine: Machine
+    rng: random.Random
+    running: list[Running] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    depths: list[int] = field(default_factory=list)
+    awake: list[bool] = field(default_factory=list)
+    _flight: Flight | None = None
+
+    def run(self, num_steps: int, num_requests: int) -> DepthSimulation:
+        """So many steps with so many requests; as one ends another follows. Returns itself."""
+        for _ in range(num_steps):
+            self._fill(num_requests)
+            flight = self._plan()
+            if self._flight is not None:
+                self._land(self._flight)
+            self._flight = flight
+        return self
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def change(self, **fields: float | tuple[float, ...]) -> DepthSimulation:
+        """The machine or the traffic is another from now on; counting begins anew. Returns itself."""
+        self.machine = replace(self.machine, **fields)  # type: ignore[arg-type]
+        self.tokens, self.seconds = 0, 0.0
+        self.depths, self.awake = [], []
+        return self
+
+    def _fill(self, num_requests: int) -> None:
+        del self.running[num_requests:]
+        while len(self.running) < num_requests:
+            length = self.machine.length
+            self.running.append(Running(max(1, round(length * self.rng.uniform(0.5, 1.5)))))
+
+    def _plan(self) -> Flight:
+        policy, machine = self.policy, self.machine
+        by_length = 0 if machine.ends_by_eos else 1  # an end by length is known ahead
+        requests = [r for r in self.running if not by_length or r.left > r.in_flight]
+        if not requests:
+            return Flight([], [], 0.0, 0.0, 0.0)
+        depth = policy.choose(len(requests), sum(r.followed for r in requests))
+        depths = [depth if r.followed and (not by_length or r.left - r.in_flight > 1) else 0 for r in requests]
+        follows = policy.following and any(r.followed for r in requests)
+        for request in requests:
+            request.followed &= follows
+            request.in_flight += 1
+        noise = max(0.5, self.rng.gauss(1.0, machine.noise))
+        num_tokens = len(requests) + sum(depths)
+        follow = machine.follow_seconds(num_tokens) * noise if follows else 0.0
+        seconds = machine.seconds(len(requests), sum(depths), max(depths)) * noise + follow
+        self.depths.append(depth)
+        self.awake.append(policy.following)
+        draft = machine.draft_seconds(sum(depths), max(depths)) * noise
+        return Flight(requests, depths, seconds, draft, follow)
+
+    def _land(self, flight: Flight) -> None:
+        fates = []
+        for request, depth in zip(flight.requests, flight.depths):
+            if request.left <= 0:  # it ended while this step was in flight
+                continue
+            good = 0
+            while good < depth and self.rng.random() < self.machine.rates[good]:
+                good += 1
+            kept = min(good + 1, request.left)
+            request.in_flight -= 1
+            request.left -= kept
+            self.tokens += kept
+            if depth:
+                judged = depth if request.left else min(depth, kept)
+                fates.append((judged, min(good, judged)))
+        self.running = [r for r in self.running if r.left > 0]
+        self.seconds += flight.seconds
+        if flight.requests:
+            drafting = sum(1 for depth in flight.depths if depth)
+            cost = StepCost(
+                len(flight.requests), drafting, max(flight.depths), flight.seconds, flight.draft, flight.follow
+            )
+            self.policy.observe(fates, cost)
