@@ -20,6 +20,7 @@ from moe_engine.types import SpeculationConfig
 METHODS = {"NEXTN": "nextn", "STANDALONE": "standalone", "NGRAM": "ngram"}
 MAX_DRAFT_TOKENS = 64
 AUTO_MAX_STEPS = 6
+NGRAM_STEPS = 4
 DEFAULT_TREE = (3, 1, 4)
 TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
@@ -220,7 +221,7 @@ def _check_least(topk: int | None, nodes: int | None) -> None:
 
 
 def _incomplete(steps: str | None, nodes: int | None, missing: list[str]) -> str:
-    depth = int(steps) if steps not in (None, "0") else (nodes or AUTO_MAX_STEPS + 1) - 1
+    depth = int(steps) if steps not in (None, "0") else (nodes or NGRAM_STEPS + 1) - 1
     return (
         f"{' and '.join(missing)} missing: give --speculative-num-steps, --speculative-eagle-topk and "
         f"--speculative-num-draft-tokens together or none of them; {_chain_flags(depth)} draft a chain"
@@ -248,7 +249,7 @@ def _auto_tree(topk: int | None, nodes: int | None, record: Record) -> Tree:
 
 def _ngram_chain(steps: str | None, nodes: int | None, record: Record) -> Tree:
     """A match has one continuation: a chain, whose length either flag may say."""
-    depth = int(steps) if steps is not None else AUTO_MAX_STEPS if nodes is None else nodes - 1
+    depth = int(steps) if steps is not None else NGRAM_STEPS if nodes is None else nodes - 1
     if steps is None:
         record.note("speculative_num_steps", depth, "a short chain" if nodes is None else "draft tokens - 1")
     if nodes is None:

@@ -167,6 +167,40 @@ class BatchBuilder:
             flat=flat,
         )
 
+    def chain(
+        self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray
+    ) -> list[tuple[Tensor, Tensor, AttentionBatch]]:
+        """Steps of one token a row, positions [steps, R], known before their ids are: of each step the positions [R],
+        the slots [R] and the queries. The host work of all of them at once."""
+        steps, num = positions.shape
+        total = steps * num
+        staging = self._stream.staging(2 * total + (total + num + 2) // 2)
+        host, host32 = staging.numpy(), staging[2 * total :].view(torch.int32).numpy()
+        host[:total] = positions.ravel()
+        np.add(positions, rows * self._rows.width, out=host[total : 2 * total].reshape(steps, num))
+        host32[:total] = host[:total] + 1
+        host32[total : total + num + 1] = np.arange(num + 1)
+        self._check_lengths(rows, positions[-1] + 1)
+        device = self._stream.upload(staging)
+        ints = device[2 * total :].view(torch.int32)
+        query_starts, rows32 = ints[total : total + num + 1], rows_device.int()
+        slots = self._rows.slots_at(device[total : 2 * total]).split(num)
+        lengths = (positions + 1).tolist()
+        ones = [1] * num
+        out = []
+        for i, (place, lens) in enumerate(zip(device[:total].split(num), ints[:total].split(num))):
+            queries = PagedQueries(
+                query_lens=ones,
+                context_lens=lengths[i],
+                rows=rows32,
+                query_starts=query_starts,
+                context_lens_device=lens,
+                slot_table=self._rows.slot_table,
+                page_size=self._page_size,
+            )
+            out.append((place, slots[i], AttentionBatch(queries, None)))
+        return out
+
     # -- any plan
 
     def _general(self, plan: StepPlan) -> StepBatch:

@@ -24,7 +24,7 @@ class RowEnds:
         self._max_length = np.full(max_rows, _NO_END, dtype=np.int64)
         self._ids: list[frozenset[int]] = [frozenset()] * max_rows
         self._first = np.zeros(max_rows, dtype=np.int64)  # position from which an end token ends the row
-        self._all_ids = np.zeros(0, dtype=np.int64)
+        self._all_ids: set[int] = set()
 
     def enter(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling
@@ -33,17 +33,15 @@ class RowEnds:
         self._max_length[row] = _NO_END if new.max_length is None else new.max_length
         self._ids[row] = ids
         self._first[row] = new.num_prompt + sampling.min_new_tokens
-        if not ids.issubset(self._all_ids.tolist()):
-            self._all_ids = np.union1d(self._all_ids, np.fromiter(ids, np.int64))
+        self._all_ids |= ids
 
     def note(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Rows [D] got counts[d] of tokens [D, K], the first of them at positions[d]."""
         self.ended[rows] |= positions + counts >= self._max_length[rows]
-        hits = np.isin(tokens, self._all_ids)
-        if not hits.any():
+        listed = tokens.tolist()
+        if self._all_ids.isdisjoint(token for some in listed for token in some):
             return
-        for d in np.flatnonzero(hits.any(1)).tolist():
-            row, ids = int(rows[d]), self._ids[int(rows[d])]
-            for k in range(int(counts[d])):
-                if int(tokens[d, k]) in ids and positions[d] + k >= self._first[row]:
-                    self.ended[row] = True
+        for d, row in enumerate(rows.tolist()):
+            fresh = listed[d][max(0, int(self._first[row] - positions[d])) : int(counts[d])]
+            if not self._ids[row].isdisjoint(fresh):
+                self.ended[row] = True

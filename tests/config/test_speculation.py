@@ -59,7 +59,7 @@ def test_left_out_means_no_drafts(resolved):
         ({}, ("nextn", 3, 1, 4, False)),
         ({"speculative_algorithm": "EAGLE"}, ("nextn", 3, 1, 4, False)),
         ({"speculative_algorithm": "nextn"}, ("nextn", 3, 1, 4, False)),
-        ({"speculative_num_steps": "auto"}, ("nextn", 4, 1, 5, True)),
+        ({"speculative_num_steps": "auto"}, ("nextn", 6, 1, 7, True)),
         ({"speculative_num_steps": "AUTO", "speculative_num_draft_tokens": 8}, ("nextn", 7, 1, 8, True)),
         (
             {"speculative_num_steps": 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 2},
@@ -72,7 +72,7 @@ def test_left_out_means_no_drafts(resolved):
         ({"speculative_algorithm": "NGRAM"}, ("ngram", 4, 1, 5, False)),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}, ("ngram", 11, 1, 12, False)),
         ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 6}, ("ngram", 6, 1, 7, False)),
-        ({"speculative_algorithm": "NGRAM", "speculative_num_steps": "auto"}, ("ngram", 4, 1, 5, True)),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_steps": "auto"}, ("ngram", 6, 1, 7, True)),
     ],
 )
 def test_trees(resolved, flags, expected):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,12 @@ class DraftBatches:
         """One token ids[d] at positions[d] of each row, which sees all before it."""
         batch = self._builder.even(rows, rows_device, positions, 1, ids)
         return batch.forward_batch(self._attention.plan(batch.attention), self._kv)
+
+    def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray) -> Iterator[ForwardBatch]:
+        """One token a row at positions [steps, D], step after step; the batches carry no ids."""
+        for places, slots, attention in self._builder.chain(rows, rows_device, positions):
+            plan = self._attention.plan(attention)
+            yield ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self._kv)
 
     def runs(
         self,

@@ -2,10 +2,12 @@
 
 Layer j reads the hidden state at a position and the token j + 1 further and guesses the token after that. Its KV entry
 of a position therefore hangs on tokens behind it, and is written when these are known: layer 0's in the step that
-computes the position, layer j's up to j tokens later, so each step goes over the last M - 1 positions again.
+computes the position, layer j's up to j tokens later, so each step goes over the last M - 1 positions again. Following
+only writes KV (of all but the last layer it must compute more: its v is what the next one reads).
 
-Drafting starts from v, what layer 0 gave at the last position. The next layers go on at the same position, one token
-further each; when there are no more, the last one goes on by itself, position by position, fed with its own v.
+Drafting starts with layer 0 at the last position, from the target's own state there. The next layers go on at the same
+position, one token further each; when there are no more, the last one goes on by itself, position by position, fed with
+its own v.
 
 A draft is drawn as the target will draw at that position, with the same parameters and the same noise: where the two
 distributions are alike, so are the draws, greedy or not.
@@ -29,9 +31,6 @@ from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
-FEW = 2
-"""Tokens of a request up to which following computes all of them in full: that costs less than a second pass."""
-
 
 class MTPDrafter:
     """See the module; implements `Drafter`. Rows all of whose tokens it has followed can be drafted for."""
@@ -46,7 +45,7 @@ class MTPDrafter:
         self._stream = stream
         self._behind = layers.num_layers - 1
         self._hidden_size = hidden
-        self._state: Tensor | None = None  # [max_rows, E]: v at each row's last position
+        self._state: Tensor | None = None  # [max_rows, E]: the target's state at each row's last position
         self._last: Tensor | None = None  # [max_rows, M - 1, E]: the target's states at the positions before it
         self._entered = np.zeros(rows.max_rows, dtype=np.int64)  # computed tokens when the row began
 
@@ -58,64 +57,50 @@ class MTPDrafter:
     def propose(self, task: DraftTask) -> Drafts:
         assert self._state is not None, "a row is drafted for that was never followed"
         state = self._state.index_select(0, task.rows_device)  # [D, E]
-        if task.topk > 1:
-            expand = _LevelByLevel(self._layers, self._batches, task, state)
-            return grow(task, self._layers.logits(state), expand, self._sampler)
+        chain = task.topk == 1
+        places = self._places(task.lengths, task.depth if chain else 1)
         tokens = [task.roots]
-        for step in range(task.depth):
-            if step:
-                layer, positions = self._place(step, task.lengths)
-                batch = self._batches.singles(task.rows, task.rows_device, positions, tokens[-1])
-                state = self._layers.forward(layer, tokens[-1], state, batch)
+        for step, batch in enumerate(self._batches.chain(task.rows, task.rows_device, places)):
+            state = self._layers.forward(min(step, self._behind), tokens[-1], state, batch)
             logits = self._layers.logits(state)
+            if not chain:
+                expand = _LevelByLevel(self._layers, self._batches, task, state)
+                return grow(task, logits, expand, self._sampler)
             drawn = self._sampler.sample(logits, SampledRows(task.rows, task.lengths + 1 + step, task.rows_device))
             tokens.append(drawn.clamp_min(0))
         return Drafts(torch.stack(tokens, 1))
 
-    def _place(self, step: int, lengths: np.ndarray) -> tuple[int, np.ndarray]:
-        """Layer and positions of a step of drafting, step >= 1."""
-        return min(step, self._behind), lengths - 1 + max(0, step - self._behind)
+    def _places(self, lengths: np.ndarray, num_steps: int) -> np.ndarray:
+        """Positions [num_steps, D] of the steps of drafting."""
+        steps = np.arange(num_steps)[:, None]
+        return lengths - 1 + np.maximum(steps - self._behind, 0)
 
     # -- following
 
     def follow(self, computed: Computed) -> None:
         rows, starts, counts = computed.rows, computed.starts, computed.counts
-        ends = starts + computed.kept
+        history = self._rows.history
+        assert history is not None
+        self._keep(rows, computed.hidden, computed.offsets + computed.kept - 1)
         if not self._behind:
-            history = self._rows.history
-            assert history is not None
-            ids = history.at(computed.batch.flat + 1)
-            last = computed.offsets + computed.kept - 1
-            if counts.max() <= FEW:
-                v = self._layers.forward(0, ids, computed.hidden, computed.forward)
-                self._keep(rows, v, last)
-                return
-            # with prompts, the layer's output is only needed at the last token of each
-            self._layers.remember(0, ids, computed.hidden, computed.forward)
-            index, rows_device = self._upload(last), self._upload(rows)
-            next_ids = ids.index_select(0, index)
-            singles = self._batches.singles(rows, rows_device, ends - 1, next_ids)
-            v = self._layers.forward(0, next_ids, computed.hidden.index_select(0, index), singles)
-            self._keep(rows, v, np.arange(len(rows)))
+            self._layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, computed.forward)
             return
         first = np.maximum(starts - self._behind, self._entered[rows])
         hidden = self._with_last(computed, starts - first)
         sizes = counts + starts - first
         batch, forward = self._batches.runs(rows, first, sizes, num_decodes=0)
-        assert self._rows.history is not None
         # the batch may hold some runs before others; hidden has them in their own order
         hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
         v = hidden
-        for layer in range(self._layers.num_layers):
-            v = self._layers.forward(layer, self._rows.history.at(batch.flat + 1 + layer), v, forward)
-            if layer == 0:
-                self._keep(rows, v, batch.offsets + (ends - 1 - first))
-        self._keep_last(rows, hidden, batch.offsets, ends - first)
+        for layer in range(self._behind):
+            v = self._layers.forward(layer, history.at(batch.flat + 1 + layer), v, forward)
+        self._layers.remember(self._behind, history.at(batch.flat + 1 + self._behind), v, forward)
+        self._keep_last(rows, hidden, batch.offsets, starts + computed.kept - first)
 
-    def _keep(self, rows: np.ndarray, v: Tensor, index: np.ndarray) -> None:
+    def _keep(self, rows: np.ndarray, hidden: Tensor, index: np.ndarray) -> None:
         if self._state is None:
-            self._state = v.new_zeros(self._rows.max_rows, self._hidden_size)
-        self._state.index_copy_(0, self._upload(rows), v.index_select(0, self._upload(index)))
+            self._state = hidden.new_zeros(self._rows.max_rows, self._hidden_size)
+        self._state.index_copy_(0, self._upload(rows), hidden.index_select(0, self._upload(index)))
 
     def _with_last(self, computed: Computed, again: np.ndarray) -> Tensor:
         """The step's states, before those of run i the `again[i]` last ones of earlier steps, in order of the rows."""

@@ -8,6 +8,7 @@ Legend: D rows with drafts, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -56,9 +57,11 @@ class StandaloneDrafter:
         if task.topk > 1:
             return grow(task, logits, _LevelByLevel(self._model, self._batches, task), self._sampler)
         tokens = [task.roots]
+        positions = task.lengths + np.arange(1, task.depth)[:, None]
+        batches = self._batches.chain(task.rows, task.rows_device, positions) if task.depth > 1 else iter(())
         for step in range(task.depth):
             if step:
-                batch = self._batches.singles(task.rows, task.rows_device, task.lengths + step, tokens[-1])
+                batch = replace(next(batches), input_ids=tokens[-1])
                 logits = self._model.logits(self._model.forward(batch))
             sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
             tokens.append(self._sampler.sample(logits, sampled).clamp_min(0))
