@@ -57,6 +57,11 @@ def resolve_speculation(
     _check_thresholds(flags, record)
     _check_window(args, method)
     tree = _tree(args, method, record)
+    if tree.topk > 1 and args.backends.enable_deterministic_inference:
+        raise ConfigError(
+            f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: beside draft trees prompt chunks "
+            "are computed in another form than alone; use --speculative-eagle-topk 1, or leave the other flag out"
+        )
     if draft is not None:
         record.note("speculative_draft_model_path", draft.path, "the folder that the flag names")
     return SpeculationConfig(

@@ -245,3 +245,10 @@ def test_refusal_offers_to_do_without(resolved):
 def test_tables_hold_tokens_too(resolved):
     plain, drafting = (rows_of(resolved(**flags))["slot tables"].num_bytes for flags in ({}, NGRAM))
     assert 2 * plain < drafting < 2.1 * plain
+
+
+def test_trees_and_determinism_exclude_each_other(resolved):
+    tree_flags = {**NEXTN, "speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+    with pytest.raises(ConfigError, match=r"--speculative-eagle-topk 2 with --enable-deterministic-inference"):
+        resolved(enable_deterministic_inference=True, **tree_flags)
+    assert resolved(enable_deterministic_inference=True, **NEXTN).speculation is not None
