@@ -59,8 +59,8 @@ def resolve_speculation(
     tree = _tree(args, method, record)
     if tree.topk > 1 and args.backends.enable_deterministic_inference:
         raise ConfigError(
-            f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: beside draft trees prompt chunks "
-            "are computed in another form than alone; use --speculative-eagle-topk 1, or leave the other flag out"
+            f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: beside draft trees prompt "
+            "chunks are computed in another form than alone; use --speculative-eagle-topk 1, or drop the other flag"
         )
     if draft is not None:
         record.note("speculative_draft_model_path", draft.path, "the folder that the flag names")
