@@ -95,6 +95,11 @@ class ModelRunner:
         self._phase = "idle"
         self._nothing = torch.zeros(0, dtype=torch.int64)
 
+    @property
+    def phase(self) -> str:
+        """What the step in work is doing, or the last one did; may be read from any thread."""
+        return self._phase
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a step to its end.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from moe_engine.scheduler import NEEDS_DRAIN, RequestEvent, Scheduler, SchedulerConfig
 from moe_engine.types import Request, SamplingParams, StepPlan, StepResult
@@ -45,6 +46,18 @@ def expected_outputs(request: Request) -> tuple[list[int], str]:
     return outputs, "length"
 
 
+class SimulatedWorker(Protocol):
+    """Executes plans strictly in order, late: a plan runs only when its result is asked for."""
+
+    queue: deque[StepPlan]
+
+    def submit(self, plan: StepPlan) -> None:
+        """Checks a plan when it is made."""
+
+    def execute(self) -> StepResult:
+        """Runs the oldest submitted plan."""
+
+
 @dataclass
 class Row:
     tokens: list[int]
@@ -52,7 +65,7 @@ class Row:
 
 
 class FakeWorker:
-    """Executes plans strictly in order, late: a plan runs only when its result is asked for."""
+    """The worker of a scheduler without speculation; implements `SimulatedWorker`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -151,13 +164,20 @@ class Outcome:
 class Simulation:
     """Drives a scheduler and a fake worker as an engine core does, checking invariants each turn."""
 
-    def __init__(self, config: SchedulerConfig, *, overlap: bool | int = True, check_every: int = 1) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        overlap: bool | int = True,
+        check_every: int = 1,
+        worker: SimulatedWorker | None = None,
+    ) -> None:
         self.config = config
         self.depth = int(overlap)  # steps that may be in flight while the next is planned
         self.check_every = check_every
         self.now = 0.0
         self.scheduler = Scheduler(config, clock=lambda: self.now)
-        self.worker = FakeWorker(config)
+        self.worker: SimulatedWorker = worker or FakeWorker(config)
         self.outcomes: dict[str, Outcome] = {}
         self.turns = 0
         self.plans: list[StepPlan] = []
@@ -210,15 +230,15 @@ class Simulation:
 
     def check_budgets(self, plan: StepPlan) -> None:
         config = self.config
-        prefills = plan.counts[plan.num_decodes :]
+        prefills, decodes = plan.counts[plan.num_decodes :], plan.counts[: plan.num_decodes]
         assert plan.rows and len(plan.rows) <= config.max_rows
-        assert all(count == 1 for count in plan.counts[: plan.num_decodes])
+        assert plan.speculation is not None or all(count == 1 for count in decodes)
         if not config.enable_mixed_chunk:
             assert not (prefills and plan.num_decodes)
         if prefills and config.chunked_prefill_size > 0:
-            assert sum(prefills) + plan.num_decodes <= config.chunked_prefill_size
+            assert plan.num_tokens <= config.chunked_prefill_size
         if len(prefills) > 1:
-            assert sum(prefills) + plan.num_decodes <= config.max_prefill_tokens
+            assert plan.num_tokens <= config.max_prefill_tokens
         if config.prefill_max_requests is not None:
             assert len(prefills) <= config.prefill_max_requests
 

@@ -1,0 +1,42 @@
+"""Random tiny checkpoints whose drafts are sometimes right, although the text hangs on all that stood before.
+
+`tests.models.checkpoints` writes layers that know nothing of each other, so that no MTP layer ever guesses what the
+model says. Here what attention and feed-forward add is weakened until the last token has most of the say, and MTP
+layers pass the embedding of their token on. How often they are right then depends on the text, as with real models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.checkpoints import make_checkpoint
+
+BRANCH_GAIN = 0.2
+PASSED_ON = 3.0
+NOISE = 0.3
+
+
+def agreeing_checkpoint(kind: str, directory: Path, seed: int, **fields: Any) -> Path:
+    """As `make_checkpoint`; of equal seeds all share embedding and head, whatever their kind and number of layers."""
+    path = make_checkpoint(kind, directory, seed, **fields)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size, width = tensors["model.embed_tokens.weight"].shape
+    embedding = torch.randn(vocab_size, width, generator=generator)
+    head = torch.randn(vocab_size, width, generator=generator) * 3 * width**-0.5
+    for name, tensor in tensors.items():
+        if name.endswith("embed_tokens.weight"):
+            tensors[name] = embedding.clone()
+        elif name.endswith(("lm_head.weight", "shared_head.head.weight")):
+            tensors[name] = head.clone()
+        elif name.endswith((".o_proj.weight", ".down_proj.weight")):
+            tensor.mul_(BRANCH_GAIN)
+        elif name.endswith(".eh_proj.weight"):
+            tensor.mul_(NOISE)[:, :width].diagonal().add_(PASSED_ON)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path

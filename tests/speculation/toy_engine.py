@@ -1,0 +1,336 @@
+"""A whole engine around a toy model: real scheduler, real runner and speculative step, made-up target and drafters.
+
+The target's logits are a random table over the last two tokens, so that the distribution of every position is known
+exactly. It reads both from its KV cache, through slot table and tree masks, and checks that a token sees each position
+before it once and nothing else.
+
+Legend: T tokens, R requests, C slots of a row, D requests with drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.scheduler import NEEDS_DRAIN, Scheduler, SchedulerConfig
+from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
+from moe_engine.worker.batch_builder import BatchBuilder
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.history import History
+from moe_engine.worker.kv_pool import KVPool, KVSpec
+from moe_engine.worker.mla_form import MLAFormPolicy
+from moe_engine.worker.rows import Rows
+from moe_engine.worker.runner import ModelRunner
+from moe_engine.worker.sampler import SampledRows
+from moe_engine.worker.speculation.draft_batch import DraftBatches
+from moe_engine.worker.speculation.drafter import Computed, Drafter
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.speculation.mtp import MTPDrafter
+from moe_engine.worker.speculation.standalone import StandaloneDrafter
+from moe_engine.worker.speculation.step import SpeculativeStep
+from moe_engine.worker.speculation.tree import grow
+
+MAX_ROWS, CONTEXT_LEN = 64, 40
+MAX_LAYERS = 4  # of the cache: the target's one and those of MTP
+MakeDrafter = Callable[[ModelRunner, np.random.Generator], Drafter]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the tokens of a step see in a toy cache, whose slots hold (token, position)."""
+
+    rows: np.ndarray  # [T] row of each token
+    tokens: np.ndarray  # [T, C] int64
+    positions: np.ndarray  # [T, C] int64
+    mask: np.ndarray  # [T, C] bool
+
+    def token_at(self, positions: np.ndarray) -> np.ndarray:
+        """[T]: the token that each sees at one position; positions below 0 count as 0."""
+        there = (self.positions == positions.clip(0)[:, None]) & self.mask
+        return np.take_along_axis(self.tokens, there.argmax(1)[:, None], 1)[:, 0]
+
+
+def write_and_look(batch: ForwardBatch, layer: int, ids: Tensor) -> Iterator[tuple[slice, Seen]]:
+    """Writes the step's tokens into the cache of a layer; then for its groups which tokens they are, and what they see.
+
+    Checks that a token sees every position up to its own once, and nothing else.
+    """
+    cache = batch.kv[layer]
+    cache[batch.slots, 0], cache[batch.slots, 1] = ids.float(), batch.positions.float()
+    begin = 0
+    for queries in (batch.attention.decode, batch.attention.prefill):
+        if queries is not None:
+            group = slice(begin, begin + sum(queries.query_lens))
+            yield group, _look(queries, cache.numpy().astype(np.int64), batch.positions[group].numpy())
+            begin = group.stop
+
+
+def _look(queries: PagedQueries, cache: np.ndarray, positions: np.ndarray) -> Seen:
+    lens, contexts = np.array(queries.query_lens), np.array(queries.context_lens)
+    owner = np.repeat(np.arange(len(lens)), lens)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(lens) - lens, lens)
+    columns = np.arange(int(contexts.max()))
+    rows = queries.rows.numpy()[owner]
+    slots = queries.slot_table.numpy()[rows, : len(columns)]  # [T, C]
+    base = (contexts - lens)[owner, None]
+    if queries.visible is None:
+        mask = columns <= base + within[:, None]
+    else:
+        bits = queries.visible.numpy()[: len(owner), None] >> np.clip(columns - base, 0, 62) & 1
+        mask = (columns < base) | ((columns < contexts[owner, None]) & (bits == 1))
+    seen = Seen(rows, cache[slots, 0], cache[slots, 1], mask)
+    assert (mask.sum(1) == positions + 1).all(), "a token does not see as many tokens as stand before it"
+    assert (seen.positions == mask.cumsum(1) - 1)[mask].all(), "what a token sees is not the text before it"
+    return seen
+
+
+class MarkovTarget:
+    """Logits table[before, last] of the last two tokens; implements `Model`. Position 0 has itself before it."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table  # [V, V, V]
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """[T, 2]: the token before, and the token."""
+        out = []
+        for group, seen in write_and_look(batch, 0, batch.input_ids):
+            at = batch.positions[group].numpy()
+            out.append(np.stack([seen.token_at(at - 1), seen.token_at(at)], 1))
+        return torch.from_numpy(np.concatenate(out))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[:, 0], hidden[:, 1]]
+
+
+class ExactMTP:
+    """MTP layers that always know what the target will say, if they are asked in the right way: each passes on the last
+    two tokens it was told. Its cache holds, for each position, the last token of the hidden state and the token it was
+    told, in one number; as far as the text is known they must be the text's.
+
+    Stands in for `models.mtp.MTPLayers`.
+    """
+
+    def __init__(self, table: Tensor, num_layers: int, history: History) -> None:
+        self.num_layers = num_layers
+        self._table, self._history = table, history
+
+    def forward(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        self.remember(layer, input_ids, hidden, batch)
+        return torch.stack([hidden[:, 1], input_ids], 1)
+
+    def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
+        vocab = self._table.shape[0]
+        for _, seen in write_and_look(batch, 1 + layer, input_ids * vocab + hidden[:, 1]):
+            if layer:  # what a deeper layer left at the end of a shared prefix hangs on tokens that need not be shared
+                continue
+            known = seen.mask & (seen.positions < self._history.lengths.numpy()[seen.rows, None])
+            text = self._history.tokens.numpy()[seen.rows]  # [T, width]
+            here = np.take_along_axis(text, np.where(known, seen.positions, 0), 1)
+            behind = np.take_along_axis(text, np.where(known, seen.positions + 1, 0), 1)
+            assert (seen.tokens == behind * vocab + here)[known].all(), "the layer was told another text"
+
+    def logits(self, v: Tensor) -> Tensor:
+        return self._table[v[:, 0], v[:, 1]]
+
+
+class NoAttention:
+    """Plans nothing: the toy model looks at its cache itself."""
+
+    name = "none"
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        return None
+
+    def paged(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class ToyDrafter:
+    """Base: keeps nothing; implements `Drafter`. `table` [V, V]: its own logits behind a token, unlike the target's."""
+
+    def __init__(self, runner: ModelRunner, rng: np.random.Generator) -> None:
+        vocab = runner.rows.vocab_size
+        self.table = torch.from_numpy(rng.normal(0, 1.5, (vocab, vocab)).astype(np.float32))
+        self.sampler, self.rng = runner.sampler, rng
+
+    def enter(self, new: NewRow) -> None:
+        return None
+
+    def follow(self, computed: Computed) -> None:
+        return None
+
+    def propose(self, task: DraftTask) -> Drafts:
+        raise NotImplementedError
+
+
+class CoupledChain(ToyDrafter):
+    """Draws with the target's noise."""
+
+    def propose(self, task: DraftTask) -> Drafts:
+        tokens = [task.roots]
+        for step in range(task.depth):
+            at = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
+            tokens.append(self.sampler.sample(self.table[tokens[-1]], at))
+        return Drafts(torch.stack(tokens, 1))
+
+
+class FixedChain(ToyDrafter):
+    """Always its most likely token."""
+
+    def propose(self, task: DraftTask) -> Drafts:
+        tokens = [task.roots]
+        for _ in range(task.depth):
+            tokens.append(self.table[tokens[-1]].argmax(1))
+        return Drafts(torch.stack(tokens, 1))
+
+
+class GrownTree(ToyDrafter):
+    """As the drafters with a model grow theirs."""
+
+    def propose(self, task: DraftTask) -> Drafts:
+        def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+            return self.table[tokens.flatten()]
+
+        return grow(task, self.table[task.roots], expand, self.sampler)
+
+
+class RandomTree(ToyDrafter):
+    """Any shape, any tokens; no two alike below one node."""
+
+    def propose(self, task: DraftTask) -> Drafts:
+        count, vocab = len(task.rows), self.table.shape[0]
+        parents = np.full((count, task.num_nodes), -1)
+        tokens = np.full((count, task.num_nodes), -1)
+        tokens[:, 0] = task.roots.numpy()
+        for d in range(count):
+            levels, below = [0], [list(self.rng.permutation(vocab))]
+            for node in range(1, task.num_nodes):
+                parent = int(self.rng.choice([n for n in range(node) if levels[n] < task.depth and below[n]]))
+                parents[d, node], tokens[d, node] = parent, below[parent].pop()
+                levels.append(levels[parent] + 1)
+                below.append(list(self.rng.permutation(vocab)))
+        return Drafts(torch.from_numpy(tokens), torch.from_numpy(parents))
+
+
+def exact_standalone(runner: ModelRunner, rng: np.random.Generator) -> StandaloneDrafter:
+    """The drafter of this project, its draft model the target itself with a cache of its own."""
+    rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
+    pool = KVPool(KVSpec.mla(1, 2, 0, torch.float32), runner.kv_pool.num_slots, page_size, stream)
+    batches = DraftBatches(BatchBuilder(rows, page_size, MLAFormPolicy(), stream), NoAttention(), pool.layers, stream)
+    assert isinstance(runner.model, MarkovTarget) and rows.history is not None
+    model = MarkovTarget(runner.model.table)
+    return StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)
+
+
+def exact_mtp(num_layers: int) -> MakeDrafter:
+    """The drafter of this project with `ExactMTP` layers."""
+
+    def make(runner: ModelRunner, rng: np.random.Generator) -> MTPDrafter:
+        assert isinstance(runner.model, MarkovTarget) and runner.rows.history is not None
+        layers: Any = ExactMTP(runner.model.table, num_layers, runner.rows.history)
+        batches = DraftBatches(runner.builder, runner.attention, runner.kv_pool.layers, runner.stream)
+        return MTPDrafter(layers, batches, runner.rows, runner.sampler, runner.stream, hidden=2)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan and what came of it."""
+
+    plan: StepPlan
+    result: StepResult
+
+
+class ToyEngine:
+    """Runs requests with a drafter, or without one, and keeps their outputs.
+
+    Args:
+        table: the target's logits [V, V, V].
+        make_drafter: with `speculation` None nobody drafts.
+        limits: further fields of the SchedulerConfig.
+    """
+
+    def __init__(
+        self,
+        table: Tensor,
+        speculation: SpeculationConfig | None = None,
+        make_drafter: MakeDrafter | None = None,
+        *,
+        page_size: int = 1,
+        seed: int = 0,
+        **limits: Any,
+    ) -> None:
+        vocab, stream = table.shape[0], DeviceStream("cpu")
+        limits = {"num_slots": MAX_ROWS * 64, "max_rows": MAX_ROWS} | limits
+        self.config = SchedulerConfig(
+            context_len=CONTEXT_LEN, page_size=page_size, vocab_size=vocab, speculation=speculation, **limits
+        )
+        num_drafts = speculation.num_slots(speculation.num_steps) if speculation else 0
+        pool = KVPool(KVSpec.mla(MAX_LAYERS, 2, 0, torch.float32), self.config.num_slots, page_size, stream)
+        rows = Rows(self.config.max_rows, CONTEXT_LEN, vocab, stream, num_drafts=num_drafts)
+        attention = NoAttention()
+        self.runner = runner = ModelRunner(MarkovTarget(table), pool, rows, attention, stream)
+        if speculation is not None and make_drafter is not None:
+            self.drafter = make_drafter(runner, np.random.default_rng(seed))
+            batches = DraftBatches(runner.builder, attention, pool.layers, stream)
+            runner.speculation = SpeculativeStep(
+                speculation, self.drafter, rows, runner.builder, runner.sampler, pool, batches, stream
+            )
+
+    def run(self, requests: Sequence[Request]) -> list[Step]:
+        """All steps until the last of them has ended, one planned ahead; outputs stand in the requests."""
+        self.scheduler = scheduler = Scheduler(self.config)
+        steps: list[Step] = []
+        flying: deque[StepPlan] = deque()
+        for request in requests:
+            scheduler.add(request)
+        while True:
+            plan = scheduler.schedule()
+            if isinstance(plan, StepPlan):
+                flying.append(plan)
+            if not flying:
+                assert scheduler.is_idle() and scheduler.check_integrity() == []
+                return steps
+            if len(flying) > 1 or plan is None or plan is NEEDS_DRAIN:
+                plan = flying.popleft()
+                steps.append(Step(plan, self.runner.execute(plan)))
+                scheduler.update(steps[-1].result)
+
+
+def make_requests(
+    count: int, prompt: Sequence[int], max_new: int, sampling: SamplingParams, seed: int = 0
+) -> list[Request]:
+    """Equal but for their seeds."""
+    rng = np.random.default_rng(seed)
+    return [
+        Request(f"r{i}", list(prompt), sampling, max_new, seed=int(rng.integers(1 << 40))) for i in range(count)
+    ]  # fmt: skip
+
+
+def random_table(vocab: int, seed: int, spread: float = 1.5) -> Tensor:
+    """Logits [V, V, V] of a target."""
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, spread, (vocab, vocab, vocab)).astype(np.float32))
+
+
+def distribution(logits: Tensor, sampling: SamplingParams) -> np.ndarray:
+    """What a token behind logits [V] is drawn from, in float64 and by the book: temperature, top_k, top_p."""
+    scaled = logits.double().numpy() / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = np.argsort(-weights, kind="stable")
+    kept = weights[order]
+    if sampling.top_k > 0:
+        kept[sampling.top_k :] = 0
+    kept /= kept.sum()
+    kept[np.cumsum(kept) - kept >= sampling.top_p] = 0
+    out = np.zeros_like(kept)
+    out[order] = kept / kept.sum()
+    return out
