@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionBatch, MLALayer, PagedQueries
+from moe_engine.kernels.cpu.layers import LayerPointer, mla_layer
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, kind_of, rows
 
@@ -23,6 +24,26 @@ class _Backend:
 
 
 class CpuMLA(_Backend):
+    max_fused_tokens = 64
+
+    def fuse(self, layer: MLALayer) -> LayerPointer | None:
+        return mla_layer(layer)
+
+    def run_layer(
+        self, layer: LayerPointer, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor,
+        queries: PagedQueries, plan: Any,
+    ) -> Tensor:  # fmt: skip
+        hidden = rows(hidden)
+        if kind_of(hidden.dtype) != layer.kind or hidden.dtype != cache.dtype:
+            raise ValueError(f"hidden states are {hidden.dtype}, the cache {cache.dtype}: not what the weights are")
+        out = torch.empty((hidden.shape[0], layer.hidden), dtype=hidden.dtype)
+        struct = find(queries, plan)
+        self._lib.moe_mla_layer(
+            layer.kind, layer.address, hidden.data_ptr(), hidden.stride(0), hidden.shape[0], positions.data_ptr(),
+            slots.data_ptr(), cache.data_ptr(), cache.stride(0), struct.address, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:

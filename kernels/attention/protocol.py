@@ -11,10 +11,13 @@ unless `PagedQueries.visible` draws a tree.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.ops.protocol import RotaryTable
 
 MAX_TREE_TOKENS = 64
 """Query tokens of a request where `PagedQueries.visible` is given: one bit each."""
@@ -103,6 +106,42 @@ class MLABackend(Protocol):
         """Varlen attention over expanded keys: q [T, H, N+P], kv [S, H, N+V], k_rope [S, P] -> [T, H, V].
 
         kv holds a head's keys first, then its values. Raises ValueError for a draft tree.
+        """
+
+
+@dataclass(frozen=True)
+class MLALayer:
+    """The weights of an MLA layer with absorbed products. Q: q_lora_rank, D: hidden."""
+
+    down: PreparedLinear  # [Q+C+P, D]: q's latent (where it has one), then the KV latent and the rotary channels
+    q_norm: Tensor | None  # [Q] float32
+    q: PreparedLinear  # [H*(N+P), Q], or [H*(N+P), D] without q_norm
+    kv_norm: Tensor  # [C] float32
+    keys: PreparedLinear  # heads of [C, N]
+    values: PreparedLinear  # heads of [V, C]
+    o: PreparedLinear  # [D, H*V]
+    rotary: RotaryTable
+    eps: float  # of both norms
+    scale: float
+
+
+@runtime_checkable
+class FusedMLA(Protocol):
+    """A backend that also runs a whole MLA layer in one call, where weights are as it wants them."""
+
+    max_fused_tokens: int
+    """Query tokens of a step up to which that gains anything."""
+
+    def fuse(self, layer: MLALayer) -> Any | None:
+        """What `run_layer` takes; None where these weights cannot be run so."""
+
+    def run_layer(
+        self, layer: Any, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, queries: PagedQueries,
+        plan: Any,
+    ) -> Tensor:  # fmt: skip
+        """hidden [T, D] -> [T, D] with the bits of the separate calls; all tokens belong to `queries`.
+
+        Writes the tokens' rows to cache[slots] before attention; positions and slots are [T] int64.
         """
 
 

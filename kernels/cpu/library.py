@@ -26,7 +26,8 @@ from moe_engine.kernels.device import cpu_device
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
-UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear", "sampling", "team")  # slowest first
+# slowest first
+UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear", "sampling", "layers", "team")
 FLAGS = [
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
@@ -56,6 +57,8 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_paged": (None, [N, P, L, L, P, L, L, P, L, L, P, L, L, L, F, P]),
     "moe_expanded": (None, [N, P, L, L, P, L, L, P, L, P, L, L, L, L, F, P]),
     "moe_gather": (None, [P, L, L, P, P]),
+    "moe_mla_layer": (None, [N, P, P, L, L, P, P, P, L, P, P]),
+    "moe_moe_layer": (None, [N, P, P, L, L, L, P]),
     "moe_greedy": (None, [P, L, L, L, P]),
     "moe_sample": (None, [P, L, L, L, P, P, P, P, P, P]),
     "moe_probabilities": (None, [P, L, L, L, P, P, P, P, P, L, P]),
@@ -89,6 +92,8 @@ class Library:
     moe_paged: Any
     moe_expanded: Any
     moe_gather: Any
+    moe_mla_layer: Any
+    moe_moe_layer: Any
     moe_greedy: Any
     moe_sample: Any
     moe_probabilities: Any
@@ -186,6 +191,7 @@ def _built(flags: list[str]) -> Path:
     digest = hashlib.sha256()
     for part in (compiler, version, " ".join(flags), device.name, " ".join(sorted(device.cpu_flags)), runtime.name):
         digest.update(part.encode() + b"\0")
+    digest.update(" ".join(UNITS).encode())
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())

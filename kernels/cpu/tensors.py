@@ -1,4 +1,4 @@
-"""What the CPU rows share: number types and paged queries as the library takes them."""
+"""What the CPU rows share: number types, packed weights and paged queries as the library takes them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,29 @@ def reserve(library: Library, *shape: int) -> Tensor:
 def rows(x: Tensor) -> Tensor:
     """x with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """`PreparedLinear.data` of the C++ row."""
+
+    kind: int
+    weight: int  # address of `storage`
+    bias: int | None
+    storage: Tensor
+    padded_bias: Tensor | None
+    heads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPanels:
+    """`ExpertWeights.data` of the C++ row."""
+
+    kind: int
+    address: int
+    storage: Tensor  # [E, bytes]: gate, up and down panels of each expert
+    down_offset: int
+    up_offset: int
 
 
 class _Queries(ctypes.Structure):

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.cpu.layers import LayerPointer, moe_layer
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import kind_of, reserve, rows
-from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
-
-
-@dataclass(frozen=True, slots=True)
-class _Panels:
-    kind: int
-    address: int
-    storage: Tensor  # [E, bytes]: gate, up and down panels of each expert
-    down_offset: int
-    up_offset: int
+from moe_engine.kernels.cpu.tensors import ExpertPanels, kind_of, reserve, rows
+from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights, MoELayer
 
 
 class CpuExperts:
@@ -32,11 +23,11 @@ class CpuExperts:
         kind = kind_of(dtype)
         storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(kind, hidden, width))
         gate = self._lib.moe_packed_bytes(kind, width, hidden)
-        data = _Panels(kind, storage.data_ptr(), storage, 2 * gate, gate)
+        data = ExpertPanels(kind, storage.data_ptr(), storage, 2 * gate, gate)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())
 
     def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        data: _Panels = weights.data
+        data: ExpertPanels = weights.data
         hidden, width = weights.hidden, weights.width
         if not 0 <= expert < weights.num_experts:
             raise IndexError(f"expert {expert} of {weights.num_experts}")
@@ -49,8 +40,8 @@ class CpuExperts:
             weight = rows(weight)
             self._lib.moe_pack(data.kind, weight.data_ptr(), weight.stride(0), *shape, start + offset)
 
-    def _check(self, x: Tensor, weights: ExpertWeights) -> _Panels:
-        data: _Panels = weights.data
+    def _check(self, x: Tensor, weights: ExpertWeights) -> ExpertPanels:
+        data: ExpertPanels = weights.data
         if kind_of(x.dtype) != data.kind or x.shape[-1] != weights.hidden:
             raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit experts of hidden size {weights.hidden}")
         return data
@@ -97,4 +88,16 @@ class CpuExperts:
             weights.num_experts, weights.hidden, weights.width, data.address,
             None if add is None else add.data_ptr(), 0 if add is None else add.stride(0), out.data_ptr(),
         )  # fmt: skip
+        return out
+
+    def fuse(self, layer: MoELayer) -> LayerPointer | None:
+        return moe_layer(layer)
+
+    def run_layer(self, layer: LayerPointer, x: Tensor) -> Tensor:
+        x = rows(x)
+        tokens, hidden = x.shape
+        if kind_of(x.dtype) != layer.kind or hidden != layer.hidden:
+            raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a layer of hidden size {layer.hidden}")
+        out = torch.empty((tokens, hidden), dtype=x.dtype)
+        self._lib.moe_moe_layer(layer.kind, layer.address, x.data_ptr(), x.stride(0), tokens, hidden, out.data_ptr())
         return out

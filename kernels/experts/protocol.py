@@ -12,6 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.ops.protocol import RouterSpec
+
 
 @dataclass(frozen=True)
 class ExpertBatch:
@@ -63,3 +66,25 @@ class FusedExperts(Protocol):
         `add` [T, D] is the shared expert's output. The sum over k runs in the order of the columns (the result does not
         depend on the other tokens).
         """
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """The weights of a mixture-of-experts layer on one rank."""
+
+    gate: Tensor  # [E, D] float32
+    bias: Tensor | None  # [E] float32
+    router: RouterSpec
+    experts: ExpertWeights
+    shared: tuple[PreparedLinear, PreparedLinear] | None  # the shared expert: gate and up [2I, D], down [D, I]
+
+
+@runtime_checkable
+class FusedMoE(Protocol):
+    """A kernel that also routes and adds the shared expert: the whole layer on one rank in one call."""
+
+    def fuse(self, layer: MoELayer) -> Any | None:
+        """What `run_layer` takes; None where these weights cannot be run so."""
+
+    def run_layer(self, layer: Any, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, D] with the bits of the separate calls."""

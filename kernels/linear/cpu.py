@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import kind_of, reserve, rows
+from moe_engine.kernels.cpu.tensors import Panels, kind_of, reserve, rows
 from moe_engine.kernels.linear.protocol import PreparedLinear
-
-
-@dataclass(frozen=True, slots=True)
-class _Panels:
-    kind: int
-    weight: int  # address of `storage`
-    bias: int | None
-    storage: Tensor
-    padded_bias: Tensor | None
-    heads: int = 1
 
 
 class CpuLinear:
@@ -43,14 +31,14 @@ class CpuLinear:
             padded = torch.zeros((n + 15) // 16 * 16, dtype=torch.float32)
             padded[:n] = bias
         pointer = None if padded is None else padded.data_ptr()
-        data = _Panels(kind, storage.data_ptr(), pointer, storage, padded, heads)
+        data = Panels(kind, storage.data_ptr(), pointer, storage, padded, heads)
         return PreparedLinear(k, n, data, bias, storage.numel() + (0 if padded is None else 4 * padded.numel()))
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
         return self._pack(weight.unsqueeze(0), bias)
 
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
-        data: _Panels = weight.data
+        data: Panels = weight.data
         x = rows(x)
         tokens, k = x.shape
         if kind_of(x.dtype) != data.kind or k != weight.in_features:
@@ -64,7 +52,7 @@ class CpuLinear:
 
     def run_add(self, x: Tensor, weight: PreparedLinear, residual: Tensor) -> Tensor:
         """residual [T, N] += run(x), in place, with the same bits as the two steps; returns residual."""
-        data: _Panels = weight.data
+        data: Panels = weight.data
         x = rows(x)
         tokens, k = x.shape
         n = weight.out_features
@@ -112,7 +100,7 @@ class CpuLinear:
         return self._pack(weight, None)
 
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
-        data: _Panels = weight.data
+        data: Panels = weight.data
         x = rows(x)
         tokens, heads, k = x.shape
         n = weight.out_features

@@ -22,7 +22,8 @@ class _Router(ctypes.Structure):
 
 
 @lru_cache
-def _router(spec: RouterSpec) -> _Router:
+def router_struct(spec: RouterSpec) -> _Router:
+    """The C struct of a router; raises ValueError where there cannot be such a router."""
     scores = {None: 0, "max": 1, "top2": 2}
     if spec.score not in ("sigmoid", "softmax") or spec.group_score not in scores:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
@@ -126,7 +127,7 @@ class CpuOps:
         used = bias if spec.has_bias else None
         self._lib.moe_route(
             kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, width, gate.data_ptr(),
-            None if used is None else used.data_ptr(), ctypes.addressof(_router(spec)), weights.data_ptr(),
+            None if used is None else used.data_ptr(), ctypes.addressof(router_struct(spec)), weights.data_ptr(),
             ids.data_ptr(),
         )  # fmt: skip
         return weights, ids

@@ -9,9 +9,12 @@ Expanded (prefill): the context's latent becomes keys and values by kv_b, attent
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.attention.protocol import FusedMLA, MLABackend, MLALayer
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
@@ -65,6 +68,30 @@ class MLAAttention:
         self._load_kv_b(reader, prefix)
         width = mla.num_heads * mla.v_head_dim
         self._o = load_linear(self._linear, reader, [f"{prefix}.o_proj"], [config.hidden_size], width, mla.bias)
+        self._fuse()
+
+    def _fuse(self) -> None:
+        """Sets `_run_whole` where the backend runs a step of few absorbed tokens in one call."""
+        self._run_whole: Callable[..., Tensor] | None = None
+        backend = self._backend
+        if not isinstance(backend, FusedMLA):
+            return
+        layer = backend.fuse(
+            MLALayer(
+                down=self._kv_a.weight,
+                q_norm=None if self._q_norm is None else self._q_norm.weight,
+                q=self._q.weight,
+                kv_norm=self._kv_norm.weight,
+                keys=self._w_uk,
+                values=self._w_uv,
+                o=self._o.weight,
+                rotary=self._rotary,
+                eps=LATENT_NORM_EPS,
+                scale=self._scale,
+            )
+        )
+        if layer is not None:
+            self._run_whole, self._max_fused_tokens = partial(backend.run_layer, layer), backend.max_fused_tokens
 
     def _load_query(self, config: ModelConfig, reader: WeightSource, prefix: str) -> None:
         """The products of the layer's input: q_a and kv_a in one where q has a latent, else q and kv_a."""
@@ -97,12 +124,16 @@ class MLAAttention:
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, pieces: list[Piece] | None = None) -> Tensor:
         mla, cache = self._mla, batch.kv[self._layer_index]
+        pieces = self.pieces(batch) if pieces is None else pieces
+        run, absorbed = self._run_whole, len(pieces) == 1 and pieces[0].absorbed
+        if run is not None and absorbed and hidden.shape[0] <= self._max_fused_tokens:
+            return run(hidden, batch.positions, batch.slots, cache, pieces[0].queries, pieces[0].plan)
         q, kv_a = self._project(hidden)
         self._ops.rotate(q, batch.positions, self._rotary)
         norm = self._kv_norm
         self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
-        for piece in self.pieces(batch) if pieces is None else pieces:
+        for piece in pieces:
             attend = self._absorbed if piece.absorbed else self._expanded
             attend(q[piece.tokens], cache, piece, out[piece.tokens])
         return self._o(out.flatten(1))

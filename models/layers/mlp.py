@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.linear.protocol import FusedMLP
+from moe_engine.kernels.linear.protocol import FusedMLP, PreparedLinear
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.weights import WeightSource
 
@@ -25,6 +25,11 @@ class MLP:
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias)
         self._silu_and_mul = backends.ops.silu_and_mul
         self._run_mlp = kernel.run_mlp if isinstance(kernel, FusedMLP) and self._fuses(kernel) else None
+
+    @property
+    def weights(self) -> tuple[PreparedLinear, PreparedLinear]:
+        """Gate and up [2I, D], down [D, I]."""
+        return self._gate_up.weight, self._down.weight
 
     def _fuses(self, kernel: FusedMLP) -> bool:
         return kernel.fuses_mlp(self._gate_up.weight, self._down.weight)

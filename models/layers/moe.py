@@ -69,8 +69,12 @@ class MoE:
         shared = f"{prefix}.shared_experts"
         self._shared = MLP(backends, reader, shared, hidden, moe.shared_width) if moe.shared_width else None
         self._route = backends.ops.route
+        shared_weights = None if self._shared is None else self._shared.weights
+        self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._whole is not None:
+            return self._whole(x)
         weights, ids = self._route(x, self._gate, self._bias, self._spec)  # [T, K]
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(x, weights, ids, shared)

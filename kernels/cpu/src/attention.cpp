@@ -1,5 +1,6 @@
 // Where the keys of an attention lie: the paged latent of MLA, paged keys and values, or keys and values of every head
 // expanded from the latent.
+#include "api.h"
 #include "attention.h"
 
 namespace moe {

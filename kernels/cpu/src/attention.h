@@ -279,8 +279,9 @@ struct Attention {
     gemm<T>(rows, key_steps * 4, columns, panels, key_steps * LANES, panels_of(count), key_steps, scores, BLOCK, false);
   }
 
-  // One split of a unit.
-  void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run) const {
+  // One split of a unit. `next`, if given, is the unit that this thread will probably take up afterwards.
+  void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run,
+             const Unit* next = nullptr) const {
     const int64_t padded = panels_of(u.columns) * LANES, used = ceil_div(u.columns, 4) * 4;
     const bool few = u.columns <= FEW;
     const int64_t whole = last_position(u, u.columns - 1) + 1, end = std::min<int64_t>((index + 1) * SPLIT, whole);
@@ -299,6 +300,7 @@ struct Attention {
       const Keys keys = source.block(u, first, count, steps, values);
       Ahead ahead;
       if (first + BLOCK < whole) source.ahead(u, first + BLOCK, std::min(BLOCK, whole - first - BLOCK), &ahead);
+      else if (next) source.ahead(*next, 0, std::min<int64_t>(BLOCK, queries.contexts[next->request]), &ahead);
       const int64_t share = ceil_div(ahead.total(), ceil_div(count, key_piece) + ceil_div(value_panels, value_piece));
       if (few) score_few(keys, count, panels, u.columns, scores, &ahead, share);
       else score(keys, count, panels, seeing, padded, scores, &ahead, share);
@@ -369,16 +371,16 @@ struct Attention {
     };
     if (count >= 2 * threads || most_splits == 1 || threads == 1) {
       parallel(count, [&](int64_t task) {
-        const Unit& u = units[task];
+        const Unit &u = units[task], *next = task + threads < count ? &units[task + threads] : nullptr;
         const int64_t padded = panels_of(u.columns) * LANES;
         uint32_t* panels;
         int32_t* last;
         prepare(u, &panels, &last);
         Running total = running_at(scratch<float>(TOTAL, running_floats(u.columns)), padded);
         Running here = running_at(scratch<float>(OUTPUT, running_floats(u.columns)), padded);
-        split(u, 0, panels, last, total);
+        split(u, 0, panels, last, total, next);
         for (int64_t s = 1; s < u.splits; s++) {
-          split(u, s, panels, last, here);
+          split(u, s, panels, last, here, next);
           for (int64_t c = 0; c < u.columns; c++) merge(total, here, c);
         }
         for (int64_t c = 0; c < u.columns; c++) finish(u, total, c);

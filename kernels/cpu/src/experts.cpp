@@ -4,6 +4,7 @@
 // One expert's weights lie together: gate panels, up panels [I/16 each, of D], then down panels [D/16, of I].
 // Rows are sorted by expert. Two passes, gate/up and down, each a list of tasks (rows of one expert, some panels) that
 // threads take in order; a hidden row is complete before any task of the second pass reads it.
+#include "api.h"
 #include "dense.h"
 
 namespace moe {

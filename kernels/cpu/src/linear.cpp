@@ -1,4 +1,5 @@
 // Linear layers over packed weights: x [M, K] -> [M, N], and the same for one small matrix a head.
+#include "api.h"
 #include "dense.h"
 
 #if defined(__linux__)

@@ -2,6 +2,7 @@
 //
 // Legend: T tokens, D hidden, H heads, C latent width, R rotary width, E experts, K experts a token.
 // All arithmetic in float; every reduction runs in an order that depends on the row's length alone.
+#include "api.h"
 #include "vec.h"
 
 namespace moe {

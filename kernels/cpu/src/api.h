@@ -1,0 +1,31 @@
+// What layers.cpp calls of the other files' functions; each of those includes this, so that the two cannot disagree.
+#pragma once
+
+#include "common.h"
+
+namespace moe {
+struct Queries;
+struct Router;
+}  // namespace moe
+
+API void moe_linear(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t k, const void* weight, int64_t n,
+                    const float* bias, const void* sum, int64_t lds, void* out, int64_t ldo);
+API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads,
+                          int64_t k, const void* weight, int64_t n, void* out, int64_t out_token, int64_t out_head);
+API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
+                 const void* down, int64_t out_features, const void* sum, int64_t lds, void* out, int64_t ldo);
+API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
+                    const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                    const void* sum, int64_t lds, void* out);
+API void moe_route(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim, const float* gate,
+                   const float* bias, const moe::Router* router, float* weights, int32_t* ids);
+API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps,
+                      void* out, int64_t rows, int64_t n);
+API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table,
+                    int64_t width, int interleaved, int64_t tokens, int64_t heads);
+API void moe_write_latent(int is_bf16, int weight_bf16, const void* kv_a, int64_t ld, const void* weight, float eps,
+                          const int64_t* positions, const float* table, int64_t rotary, int interleaved,
+                          const void* slots, int wide, void* cache, int64_t cache_row, int64_t tokens, int64_t latent);
+API void moe_absorbed(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* cache, int64_t row,
+                      const moe::Queries* queries, int64_t heads, int64_t latent, int64_t rotary, float scale,
+                      void* out);

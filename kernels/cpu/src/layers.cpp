@@ -1,0 +1,96 @@
+// Whole parts of a decoder layer in one call, for steps of few tokens, where calls from outside cost as much as the
+// work and leave memory idle in between. The same functions in the same order as the separate calls, so the same bits.
+//
+// Legend: T tokens, D hidden, H heads, N qk_nope, R rotary, V v_head, C latent, Q q rank, E experts, K experts a token.
+#include "api.h"
+
+namespace moe {
+
+struct Weight {
+  const void* panels;
+  const float* bias;
+  int64_t in, out;
+};
+
+// MLA with absorbed products; `down` gives [q latent (Q, may be 0) | kv latent (C) | rotary (R)].
+struct MLALayer {
+  Weight down, q, keys, values, o;  // keys [H, C, N] and values [H, V, C] by head
+  const float *q_norm, *kv_norm, *table;
+  int64_t heads, rotary;
+  int32_t interleaved;
+  float eps, scale;
+};
+
+struct MoELayer {
+  const float *gate, *bias;
+  const Router* router;
+  const void* experts;
+  int64_t num_experts, top_k, width;
+  Weight shared_up, shared_down;  // of the shared expert; panels null: there is none
+};
+
+// One block of scratch memory, cut into arrays.
+class Arrays {
+ public:
+  explicit Arrays(int64_t bytes) : at_(scratch<char>(LAYER, bytes)) {}
+  void* take(int64_t bytes) {
+    void* here = at_;
+    at_ += ceil_div(bytes, 64) * 64;
+    return here;
+  }
+
+ private:
+  char* at_;
+};
+
+}  // namespace moe
+
+using namespace moe;
+
+// hidden [T, D] -> out [T, D]; writes the tokens' latent rows into their slots first.
+API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
+                       const int64_t* positions, const int64_t* slots, void* cache, int64_t cache_row,
+                       const Queries* queries, void* out) {
+  const MLALayer& l = *layer;
+  const int64_t size = is_bf16 ? 2 : 4, latent = l.keys.out, nope = l.keys.in, value = l.values.out;
+  const int64_t row = latent + l.rotary, head = nope + l.rotary, rank = l.down.out - row;
+  Arrays arrays(tokens * size * (l.down.out + rank + l.heads * (head + row + latent + value)) + 6 * 64);
+  auto take = [&](int64_t width) { return static_cast<char*>(arrays.take(tokens * width * size)); };
+  char *down = take(l.down.out), *normed = take(rank), *q = take(l.heads * head), *absorbed = take(l.heads * row);
+  char *mixed = take(l.heads * latent), *values = take(l.heads * value);
+
+  moe_linear(is_bf16, hidden, ldx, tokens, l.down.in, l.down.panels, l.down.out, l.down.bias, nullptr, 0, down,
+             l.down.out);
+  if (rank > 0) moe_rms_norm(is_bf16, 0, down, l.down.out, l.q_norm, l.eps, normed, tokens, rank);
+  moe_linear(is_bf16, rank > 0 ? normed : hidden, rank > 0 ? rank : ldx, tokens, l.q.in, l.q.panels, l.q.out, l.q.bias,
+             nullptr, 0, q, l.q.out);
+  moe_rotate(is_bf16, q + nope * size, l.heads * head, head, positions, l.table, l.rotary, l.interleaved, tokens,
+             l.heads);
+  moe_write_latent(is_bf16, 0, down + rank * size, l.down.out, l.kv_norm, l.eps, positions, l.table, l.rotary,
+                   l.interleaved, slots, 1, cache, cache_row, tokens, latent);
+  moe_linear_heads(is_bf16, q, l.heads * head, head, tokens, l.heads, nope, l.keys.panels, latent, absorbed,
+                   l.heads * row, row);
+  for (int64_t i = 0; i < tokens * l.heads; i++)
+    std::memcpy(absorbed + (i * row + latent) * size, q + (i * head + nope) * size, size_t(l.rotary * size));
+  moe_absorbed(is_bf16, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary, l.scale,
+               mixed);
+  moe_linear_heads(is_bf16, mixed, l.heads * latent, latent, tokens, l.heads, latent, l.values.panels, value, values,
+                   l.heads * value, value);
+  moe_linear(is_bf16, values, l.heads * value, tokens, l.o.in, l.o.panels, l.o.out, l.o.bias, nullptr, 0, out, l.o.out);
+}
+
+// x [T, D] -> out [T, D]: the routed experts, and the shared one if there is any.
+API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_t ldx, int64_t tokens, int64_t hidden,
+                       void* out) {
+  const MoELayer& l = *layer;
+  Arrays arrays(tokens * l.top_k * 8 + 2 * 64);
+  float* weights = static_cast<float*>(arrays.take(tokens * l.top_k * 4));
+  int32_t* ids = static_cast<int32_t*>(arrays.take(tokens * l.top_k * 4));
+  moe_route(is_bf16, x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids);
+  const bool shared = l.shared_up.panels != nullptr;
+  if (shared)
+    moe_mlp(is_bf16, x, ldx, tokens, hidden, l.shared_down.in, l.shared_up.panels, l.shared_down.panels, hidden,
+            nullptr, 0, out, hidden);
+  moe_routed(is_bf16, x, ldx, tokens, l.top_k, weights, ids, l.num_experts, hidden, l.width, l.experts,
+             shared ? out : nullptr, hidden, out);
+}
