@@ -2,8 +2,8 @@
 
 Two things are learned while serving. The share of drafts accepted at each position gives the tokens that a step of
 depth d is expected to bring a request, 1 + a1 + a1 a2 + ...; `step_price` learns what such a step costs. Both say
-something about depths that were never tried, and the best one on paper is tried as long as it is a level deeper than
-the deepest tried so far at most. Now and then a step takes the runner-up, so that its price stays true.
+something about depths that were never tried: the best one on paper is taken, but at most twice as deep as any before.
+Now and then a step takes the runner-up, so that its price stays true.
 
 Where nothing beats depth 0, drafting sleeps: the drafter no longer follows and costs nothing. It is woken after a while
 (twice as long each time in vain) or when fewer requests run than when it fell asleep, and then drafts for requests
@@ -59,7 +59,7 @@ RETRY_EVERY = 96
 MARGIN = 1.02
 """Drafting must be better than not drafting by this factor."""
 PATIENCE = 4
-"""Steps without a gain after which drafting sleeps; a clear loss counts for all of them."""
+"""Steps without a gain after which drafting sleeps; half as many where the loss is clear."""
 CLEAR_LOSS = 0.8
 WORTH_WAKING = 1.3
 """Tokens that a single draft must have been expected to bring for fewer requests to be a reason to wake."""
@@ -129,21 +129,19 @@ class AutoDepth:
             self._wake()
         if not self._awake or not num_draftable:
             return 0
-        if self._num_tried < TRIES:
-            return min(1, self._max)
-        if not self._price.knows(num_requests, num_draftable, 0):
+        if not self._price.knows(num_requests):
             return 0  # what everything is compared with
-        if not self._price.knows_drafting:
+        if self._num_tried < TRIES or not self._price.knows_drafting:
             return min(1, self._max)
-        deepest = min(self._max, self._price.deepest + 1)
-        speeds = [self._speed(num_requests, num_draftable, depth) for depth in range(deepest + 1)]
-        best = max(range(deepest + 1), key=speeds.__getitem__)
-        self._judge(best, speeds, num_requests, num_draftable)
+        depths = range(self._max + 1)
+        speeds = [self._speed(num_requests, num_draftable, depth) for depth in depths]
+        best = max(depths, key=speeds.__getitem__)
+        self._judge(speeds[best] if best else 0.0, num_requests)
         if not self._awake:
             return 0
-        if self._steps % RETRY_EVERY == 0 and deepest:
-            return max((depth for depth in range(deepest + 1) if depth != best), key=speeds.__getitem__)
-        return best
+        if self._steps % RETRY_EVERY == 0:
+            best = max((depth for depth in depths if depth != best), key=speeds.__getitem__)
+        return min(best, 2 * self._price.deepest)
 
     def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
         self._acceptance.add(accepted)
@@ -155,21 +153,20 @@ class AutoDepth:
         tokens = num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
         return tokens / self._price.of(num_requests, num_draftable, depth)
 
-    def _judge(self, best: int, speeds: list[float], num_requests: int, num_draftable: int) -> None:
-        """Goes to sleep after `PATIENCE` steps in which no depth paid."""
+    def _judge(self, best: float, num_requests: int) -> None:
+        """Goes to sleep after `PATIENCE` steps in which no depth paid; `best` is the speed with the best."""
         asleep = num_requests / self._price.asleep(num_requests)
-        if best and speeds[best] > MARGIN * asleep:
+        if best > MARGIN * asleep:
             self._losses = 0
             if self._acceptance.num_seen > 16 * PATIENCE:
                 self._nap = FIRST_NAP
             return
-        one_draft = speeds[min(1, len(speeds) - 1)]
-        self._losses += PATIENCE if max(one_draft, speeds[best] if best else 0.0) < CLEAR_LOSS * asleep else 1
+        self._losses += PATIENCE // 2 if best < CLEAR_LOSS * asleep else 1
         if self._losses < PATIENCE:
             return
         self._awake = False
         worth_it = self._acceptance.expected(1) > WORTH_WAKING
-        self._asleep_below = (num_requests + 1) // 2 + 1 if worth_it else 0
+        self._asleep_below = (num_requests + 1) // 2 if worth_it else 0
         self._wake_at = self._steps + self._nap
         self._nap = min(2 * self._nap, LONGEST_NAP)
 

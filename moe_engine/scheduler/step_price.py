@@ -1,8 +1,9 @@
 """What a step costs by the number of its requests and the depth of their drafts, learned from the steps that ran.
 
-A step is the target's forward over all tokens, a level of drafting for each depth, and following. The forward's time is
-a curve over its tokens, whether these are drafts or many requests; a level's a curve over the requests drafted for;
-following's over the tokens. So a few depths at a few sizes of batch tell the price of the others.
+A step is the target's forward over all tokens, what drafting takes even at depth 0, a level of drafting for each
+depth, and following. The forward's time is a curve over its tokens, whether these are drafts or many requests;
+following's too; the others' are curves over the requests. So a few depths at a few sizes of batch tell the price of
+the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from moe_engine.types import SpeculationConfig
 
 BELIEVED = 3
 """Measurements after which a size counts as known."""
+NEAR = 4
+"""Buckets (a factor of two) over which a straight line is trusted."""
 KEPT = 7
 """Measurements of a size that are looked at: the newest."""
 
@@ -54,8 +57,10 @@ class Curve:
         self._points[bucket] = (median(c for c, _ in seen), median(s for _, s in seen))
 
     def knows(self, count: int) -> bool:
-        """Whether there were enough measurements at about this count."""
-        return len(self._seen.get(_bucket(count), ())) >= BELIEVED
+        """Whether there were enough measurements at about this count, or not far from it on both sides."""
+        bucket = _bucket(count)
+        near = [b for b in range(bucket - NEAR, bucket + NEAR + 1) if len(self._seen.get(b, ())) >= BELIEVED]
+        return bucket in near or (bool(near) and near[0] < bucket < near[-1])
 
     @property
     def is_empty(self) -> bool:
@@ -85,6 +90,7 @@ class StepPrice:
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
         self._forward = Curve()
+        self._setup = Curve()
         self._level = Curve()
         self._follow = Curve()
         self.deepest = 0
@@ -105,24 +111,30 @@ class StepPrice:
         self._forward.add(tokens, cost.seconds - cost.draft_seconds - cost.follow_seconds)
         if cost.follow_seconds:
             self._follow.add(tokens, cost.follow_seconds)
-        if cost.depth and cost.num_drafting:
-            self._level.add(cost.num_drafting, cost.draft_seconds / cost.depth)
+        if not cost.depth:
+            self._setup.add(cost.num_requests, cost.draft_seconds)
+        elif cost.num_drafting:
+            levels = max(cost.draft_seconds - self._setup_of(cost.num_requests), 0.0)
+            self._level.add(cost.num_drafting, levels / cost.depth)
             self.deepest = max(self.deepest, cost.depth)
 
-    def knows(self, num_requests: int, num_drafting: int, depth: int) -> bool:
-        """Whether the forward of such a step was measured often enough."""
-        return self._forward.knows(self._tokens(num_requests, num_drafting, depth))
+    def knows(self, num_requests: int) -> bool:
+        """Whether a step without drafts was measured often enough."""
+        return self._forward.knows(num_requests)
 
     def of(self, num_requests: int, num_drafting: int, depth: int) -> float:
         """Seconds of a step that the drafter follows."""
         tokens = self._tokens(num_requests, num_drafting, depth)
         follow = 0.0 if self._follow.is_empty else self._follow.at(tokens)
         level = depth * self._level.at(num_drafting) if depth else 0.0
-        return self._forward.at(tokens) + level + follow
+        return self._forward.at(tokens) + self._setup_of(num_requests) + level + follow
 
     def asleep(self, num_requests: int) -> float:
         """Seconds of a step without drafts that the drafter does not follow."""
         return self._forward.at(num_requests)
+
+    def _setup_of(self, num_requests: int) -> float:
+        return 0.0 if self._setup.is_empty else self._setup.at(num_requests)
 
     def _tokens(self, num_requests: int, num_drafting: int, depth: int) -> int:
         return num_requests + num_drafting * (self._config.num_nodes(depth) - 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from moe_engine.types import NewRow, SamplingParams, StepPlan
+from dataclasses import replace
+
+from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepPlan
 from moe_engine.worker.runner import ModelRunner
 
 _ROW = 0
@@ -18,10 +20,31 @@ def warm_up(runner: ModelRunner, *, num_tokens: int = 32) -> None:
         runner.execute(_plan(0, count, new=_request(count, sampling)))
         runner.execute(_plan(count, 2))
         runner.execute(decode)
+        if runner.speculation is not None:
+            _warm_up_drafts(runner, count, sampling)
     runner.execute(StepPlan(number=-1, finished_rows=[_ROW]))
     runner.rows.last_token.zero_()
     runner.kv_pool.clear_dummy_page()
     runner.stream.synchronize()
+
+
+def _warm_up_drafts(runner: ModelRunner, count: int, sampling: SamplingParams) -> None:
+    """A prompt that the drafter follows, and steps that draft and verify."""
+    assert runner.speculation is not None
+    config = runner.speculation.config
+    runner.execute(replace(_plan(0, count, new=_request(count, sampling)), speculation=Speculation(follow=True)))
+    slots = [0] * (2 * config.num_slots(config.num_steps))
+    for reserved in ([RowWrite(_ROW, count, slots)], []):
+        plan = StepPlan(
+            number=-1,
+            rows=[_ROW],
+            starts=[count],
+            counts=[config.num_nodes(config.num_steps)],
+            samples=[True],
+            num_decodes=1,
+            speculation=Speculation(config.num_steps, follow=True, reserved=reserved),
+        )
+        runner.execute(plan)
 
 
 def _request(num_prompt: int, sampling: SamplingParams) -> NewRow:

@@ -66,7 +66,7 @@ class SpeculativeStep:
         stream: DeviceStream,
     ) -> None:
         assert rows.history is not None
-        self._config = config
+        self.config = config
         self._drafter = drafter
         self._rows = rows
         self._history: History = rows.history
@@ -129,7 +129,7 @@ class SpeculativeStep:
             rows_device=rows_device[index],
             roots=roots[index],
             depth=speculation.depth,
-            topk=self._config.topk,
+            topk=self.config.topk,
             num_nodes=most,
         )
         drafts = self._drafter.propose(task)
@@ -289,7 +289,7 @@ class SpeculativeStep:
         return np.array(where, dtype=np.int64), np.array(what, dtype=np.int64)
 
     def _forced(self, logits: Tensor, sampled: SampledRows, verification: Verification) -> Tensor | None:
-        single, acc = self._config.accept_threshold_single, self._config.accept_threshold_acc
+        single, acc = self.config.accept_threshold_single, self.config.accept_threshold_acc
         if (single >= 1 and acc >= 1) or not verification.depth:
             return None
         num_nodes = verification.tokens.shape[1]
