@@ -14,11 +14,14 @@ Embedding, head and rotary table are the main model's own; the checkpoint's copi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel, FusedDrafting
+from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.decoder import Decoder
@@ -47,6 +50,11 @@ class MTPLayers:
         self._layers = [MTPLayer(model, index, reader) for index in self.kv_layers]
         self.weight_bytes = held_bytes(self, shared=model)
         """What the layers take beyond the model, as the kernels keep them."""
+        self._fused: Any | None = None
+        attention = model.backends.attention
+        if isinstance(attention, FusedDrafting):
+            levels = [layer.level() for layer in self._layers]
+            self._fused = attention.fuse_drafts(levels, model.embedding.weight, model.head.weight)
 
     @property
     def num_layers(self) -> int:
@@ -72,6 +80,31 @@ class MTPLayers:
         """Only writes the cache of a layer, for tokens whose v nobody needs. Arguments as `forward`'s."""
         self._layers[layer].remember(self._model.embedding(input_ids), hidden, batch)
 
+    @property
+    def fuses_drafts(self) -> bool:
+        """Whether `draft_chain` can be called: a kernel drafts whole chains."""
+        return self._fused is not None
+
+    def draft_chain(
+        self,
+        state: Tensor,
+        roots: Tensor,
+        steps: ChainSteps,
+        kv: Sequence[Any],
+        parameters: SamplingParameters | None,
+        uniform: Tensor | None,
+    ) -> Tensor:
+        """state [R, D], roots [R] -> drafts [S, R]: what `forward`, `logits` and draws bring step after step.
+
+        Args:
+            kv: the caches of model and MTP layers, as `ForwardBatch.kv`.
+            parameters, uniform: of the draws, as `FusedDrafting.run_drafts` takes them.
+        """
+        attention = self._model.backends.attention
+        assert self._fused is not None and isinstance(attention, FusedDrafting)
+        caches = [kv[i] for i in self.kv_layers]
+        return attention.run_drafts(self._fused, state, roots, steps, caches, parameters, uniform)
+
     def logits(self, v: Tensor) -> Tensor:
         """v [S, D] -> [S, V] float32, by the model's head."""
         return self._model.logits(v)
@@ -94,6 +127,21 @@ class MTPLayer:
 
     def remember(self, embedding: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         self._decoder.attention.remember(self._input_norm(self._join(embedding, hidden)), batch)
+
+    def level(self) -> DraftLevel:
+        """The layer's weights, for kernels that run it whole."""
+        decoder = self._decoder
+        return DraftLevel(
+            embedding_norm=self._embedding_norm.weight,
+            hidden_norm=self._hidden_norm.weight,
+            project=self._project.weight,
+            input_norm=self._input_norm.weight,
+            attention=decoder.attention.fused,
+            post_norm=decoder.post_norm.weight,
+            experts=getattr(decoder.feed_forward, "fused", None),
+            final_norm=decoder.next_norm.weight,
+            eps=self._input_norm.eps,
+        )
 
     def _join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         both = torch.cat((self._embedding_norm(embedding), self._hidden_norm(hidden)), dim=-1)  # [T, 2D]

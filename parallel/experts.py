@@ -6,7 +6,6 @@ Legend: T tokens, D hidden, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -28,8 +27,9 @@ class RoutedExperts(Protocol):
         bias: Tensor | None,
         router: RouterSpec,
         shared: tuple[PreparedLinear, PreparedLinear] | None,
-    ) -> Callable[[Tensor], Tensor] | None:
-        """x [T, D] -> routed plus shared experts [T, D] in one call; None where that takes several.
+    ) -> partial[Tensor] | None:
+        """x [T, D] -> routed plus shared experts [T, D] in one call, by what the kernel made of the weights
+        (its first argument); None where that takes several.
 
         gate [E, D] and bias [E] float32; `shared` holds the shared expert's gate and up, and its down.
         """
@@ -74,7 +74,7 @@ class FusedLocalExperts:
         bias: Tensor | None,
         router: RouterSpec,
         shared: tuple[PreparedLinear, PreparedLinear] | None,
-    ) -> Callable[[Tensor], Tensor] | None:
+    ) -> partial[Tensor] | None:
         if not isinstance(self._kernel, FusedMoE):
             return None
         layer = self._kernel.fuse(MoELayer(gate, bias, router, self._weights, shared))

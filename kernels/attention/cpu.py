@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel
 from moe_engine.kernels.attention.protocol import AttentionBatch, MLALayer, PagedQueries
+from moe_engine.kernels.cpu import drafts
 from moe_engine.kernels.cpu.layers import LayerPointer, mla_layer
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, kind_of, rows
+from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.sampling.protocol import SamplingParameters
 
 
 class _Backend:
@@ -59,6 +64,17 @@ class CpuMLA(_Backend):
             latent, width - latent, scale, out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def fuse_drafts(
+        self, levels: Sequence[DraftLevel], embedding: Tensor, head: PreparedLinear
+    ) -> drafts.DraftsPointer | None:
+        return drafts.fuse(levels, embedding, head)
+
+    def run_drafts(
+        self, fused: drafts.DraftsPointer, state: Tensor, roots: Tensor, steps: ChainSteps, caches: Sequence[Tensor],
+        parameters: SamplingParameters | None, uniform: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        return drafts.run(self._lib, fused, state, roots, steps, caches, parameters, uniform)
 
     def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
         queries.refuse_tree("gathered")

@@ -17,13 +17,15 @@ from moe_engine.kernels.ops.cpu import router_struct
 P, L = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Weight(ctypes.Structure):
+class Weight(ctypes.Structure):
+    """A packed weight, [outputs, inputs]."""
+
     _fields_ = [("panels", P), ("bias", P), ("inputs", L), ("outputs", L)]
 
 
 class _MLA(ctypes.Structure):
     _fields_ = [
-        *((name, _Weight) for name in ("down", "q", "keys", "values", "o")),
+        *((name, Weight) for name in ("down", "q", "keys", "values", "o")),
         *((name, P) for name in ("q_norm", "kv_norm", "table")),
         *((name, L) for name in ("heads", "rotary")),
         ("interleaved", ctypes.c_int32),
@@ -36,8 +38,8 @@ class _MoE(ctypes.Structure):
     _fields_ = [
         *((name, P) for name in ("gate", "bias", "router", "experts")),
         *((name, L) for name in ("num_experts", "top_k", "width")),
-        ("shared_up", _Weight),
-        ("shared_down", _Weight),
+        ("shared_up", Weight),
+        ("shared_down", Weight),
     ]
 
 
@@ -54,14 +56,14 @@ class LayerPointer:
 def mla_layer(layer: MLALayer) -> LayerPointer | None:
     """None where a weight is not in panels of one number type, or a norm not in float32."""
     weights = [layer.down, layer.q, layer.keys, layer.values, layer.o]
-    kind = _kind(weights)
+    kind = kind_of_weights(weights)
     norms = [norm for norm in (layer.q_norm, layer.kv_norm) if norm is not None]
     if kind is None or any(norm.dtype != torch.float32 for norm in norms):
         return None
     struct = _MLA(
-        *map(_weight, weights), None if layer.q_norm is None else layer.q_norm.data_ptr(), layer.kv_norm.data_ptr(),
-        layer.rotary.cos_sin.data_ptr(), layer.keys.data.heads, layer.rotary.width, int(layer.rotary.interleaved),
-        layer.eps, layer.scale,
+        *map(weight_struct, weights), None if layer.q_norm is None else layer.q_norm.data_ptr(),
+        layer.kv_norm.data_ptr(), layer.rotary.cos_sin.data_ptr(), layer.keys.data.heads, layer.rotary.width,
+        int(layer.rotary.interleaved), layer.eps, layer.scale,
     )  # fmt: skip
     return LayerPointer(kind, ctypes.addressof(struct), layer.o.out_features, (struct, layer))
 
@@ -70,7 +72,7 @@ def moe_layer(layer: MoELayer) -> LayerPointer | None:
     """None where a weight is not in panels of one number type, or the shared expert cannot be run in one call."""
     shared = [] if layer.shared is None else list(layer.shared)
     panels = layer.experts.data
-    kinds = {panels.kind if isinstance(panels, ExpertPanels) else None, *([_kind(shared)] if shared else [])}
+    kinds = {panels.kind if isinstance(panels, ExpertPanels) else None, *([kind_of_weights(shared)] if shared else [])}
     kind = kinds.pop()
     if kinds or kind is None or layer.gate.dtype != torch.float32 or not layer.gate.is_contiguous():
         return None
@@ -80,16 +82,16 @@ def moe_layer(layer: MoELayer) -> LayerPointer | None:
     bias = layer.bias if layer.router.has_bias else None
     struct = _MoE(
         layer.gate.data_ptr(), None if bias is None else bias.data_ptr(), ctypes.addressof(router), panels.address,
-        layer.experts.num_experts, layer.router.top_k, layer.experts.width, *map(_weight, shared),
+        layer.experts.num_experts, layer.router.top_k, layer.experts.width, *map(weight_struct, shared),
     )  # fmt: skip
     return LayerPointer(kind, ctypes.addressof(struct), layer.experts.hidden, (struct, router, layer))
 
 
-def _kind(weights: list[PreparedLinear]) -> int | None:
+def kind_of_weights(weights: list[PreparedLinear]) -> int | None:
     """The number type that all of them have, None if they differ or are not ours."""
     kinds = {weight.data.kind if isinstance(weight.data, Panels) else None for weight in weights}
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _weight(weight: PreparedLinear) -> _Weight:
-    return _Weight(weight.data.weight, weight.data.bias, weight.in_features, weight.out_features)
+def weight_struct(weight: PreparedLinear) -> Weight:
+    return Weight(weight.data.weight, weight.data.bias, weight.in_features, weight.out_features)

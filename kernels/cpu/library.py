@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 # slowest first
-UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear", "sampling", "layers", "team")
+UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear", "sampling", "layers", "drafts", "team")
 FLAGS = [
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
@@ -59,6 +59,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_gather": (None, [P, L, L, P, P]),
     "moe_mla_layer": (None, [N, P, P, L, L, P, P, P, L, P, P]),
     "moe_moe_layer": (None, [N, P, P, L, L, L, P]),
+    "moe_draft_chain": (None, [N, P, L, L, L, P, P, P, P, P, P, P, P, P, P]),
     "moe_greedy": (None, [P, L, L, L, P]),
     "moe_sample": (None, [P, L, L, L, P, P, P, P, P, P]),
     "moe_probabilities": (None, [P, L, L, L, P, P, P, P, P, L, P]),
@@ -94,6 +95,7 @@ class Library:
     moe_gather: Any
     moe_mla_layer: Any
     moe_moe_layer: Any
+    moe_draft_chain: Any
     moe_greedy: Any
     moe_sample: Any
     moe_probabilities: Any

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import LinearKernel
+from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.linear import Linear
 from moe_engine.models.weights import WeightSource
@@ -31,6 +31,10 @@ class Head:
         tied = config.tie_word_embeddings
         shape = (config.vocab_size, config.hidden_size)
         self._linear = Linear(kernel, embedding.weight if tied else reader.linear("lm_head", shape))
+
+    @property
+    def weight(self) -> PreparedLinear:
+        return self._linear.weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._linear(hidden).float()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -73,6 +74,7 @@ class MLAAttention:
     def _fuse(self) -> None:
         """Sets `_run_whole` where the backend runs a step of few absorbed tokens in one call."""
         self._run_whole: Callable[..., Tensor] | None = None
+        self.fused: Any | None = None
         backend = self._backend
         if not isinstance(backend, FusedMLA):
             return
@@ -90,6 +92,7 @@ class MLAAttention:
                 scale=self._scale,
             )
         )
+        self.fused = layer
         if layer is not None:
             self._run_whole, self._max_fused_tokens = partial(backend.run_layer, layer), backend.max_fused_tokens
 

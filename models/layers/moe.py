@@ -6,6 +6,7 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,11 @@ class MoE:
         self._route = backends.ops.route
         shared_weights = None if self._shared is None else self._shared.weights
         self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
+
+    @property
+    def fused(self) -> Any | None:
+        """What the kernel runs the whole layer with, where it does so in one call."""
+        return None if self._whole is None else self._whole.args[0]
 
     def forward(self, x: Tensor) -> Tensor:
         if self._whole is not None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.drafting import ChainSteps
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.types import StepPlan
 from moe_engine.worker.device_stream import DeviceStream
@@ -168,10 +169,10 @@ class BatchBuilder:
         )
 
     def chain(
-        self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray
-    ) -> list[tuple[Tensor, Tensor, AttentionBatch]]:
-        """Steps of one token a row, positions [steps, R], known before their ids are: of each step the positions [R],
-        the slots [R] and the queries. The host work of all of them at once."""
+        self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]
+    ) -> tuple[ChainSteps, list[list[int]]]:
+        """Steps of one token a row, positions [steps, R], known before their ids are: the host work of all at once.
+        Returns also the context lengths of each step, on the host."""
         steps, num = positions.shape
         total = steps * num
         staging = self._stream.staging(2 * total + (total + num + 2) // 2)
@@ -183,23 +184,19 @@ class BatchBuilder:
         self._check_lengths(rows, positions[-1] + 1)
         device = self._stream.upload(staging)
         ints = device[2 * total :].view(torch.int32)
-        query_starts, rows32 = ints[total : total + num + 1], rows_device.int()
-        slots = self._rows.slots_at(device[total : 2 * total]).split(num)
         lengths = (positions + 1).tolist()
-        ones = [1] * num
-        out = []
-        for i, (place, lens) in enumerate(zip(device[:total].split(num), ints[:total].split(num))):
-            queries = PagedQueries(
-                query_lens=ones,
-                context_lens=lengths[i],
-                rows=rows32,
-                query_starts=query_starts,
-                context_lens_device=lens,
-                slot_table=self._rows.slot_table,
-                page_size=self._page_size,
-            )
-            out.append((place, slots[i], AttentionBatch(queries, None)))
-        return out
+        context_lens = ints[:total].view(steps, num)
+        queries = PagedQueries(
+            query_lens=[1] * num,
+            context_lens=lengths[0],
+            rows=rows_device.int(),
+            query_starts=ints[total : total + num + 1],
+            context_lens_device=context_lens[0],
+            slot_table=self._rows.slot_table,
+            page_size=self._page_size,
+        )
+        slots = self._rows.slots_at(device[total : 2 * total]).view(steps, num)
+        return ChainSteps(levels, device[:total].view(steps, num), slots, context_lens, queries), lengths
 
     # -- any plan
 

@@ -77,6 +77,10 @@ class Sampler:
         staging.view(torch.float32)[:count].numpy()[:] = numbers
         return self._stream.upload(staging).view(torch.float32)[:count]
 
+    def parameters(self, rows: np.ndarray) -> SamplingParameters | None:
+        """How rows are drawn, for a kernel that draws by itself; None where all are greedy."""
+        return self._parameters(rows)
+
     def _parameters(self, rows: np.ndarray) -> SamplingParameters | None:
         last = self._last
         if last is None or last.rows is not rows or last.version != self._state.version:

@@ -21,6 +21,12 @@ API void moe_route(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int6
                    const float* bias, const moe::Router* router, float* weights, int32_t* ids);
 API void moe_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, const void* weight, float eps,
                       void* out, int64_t rows, int64_t n);
+API void moe_add_rms_norm(int is_bf16, int weight_bf16, const void* x, int64_t ldx, void* residual, const void* weight,
+                          float eps, void* out, int64_t rows, int64_t n);
+API void moe_greedy(const float* logits, int64_t ld, int64_t rows, int64_t vocab, int64_t* tokens);
+API void moe_sample(const float* logits, int64_t ld, int64_t rows, int64_t vocab, const float* temperature,
+                    const int64_t* top_k, const float* top_p, const float* min_p, const float* uniform,
+                    int64_t* tokens);
 API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const int64_t* positions, const float* table,
                     int64_t width, int interleaved, int64_t tokens, int64_t heads);
 API void moe_write_latent(int is_bf16, int weight_bf16, const void* kv_a, int64_t ld, const void* weight, float eps,

@@ -75,6 +75,7 @@ enum Purpose {
   ROWS, PRODUCT, HIDDEN, QUERIES, KEYS, VALUES, SCORES, WEIGHTS, OUTPUT, TOTAL, STATS, TILES, TURNED,  // a thread's own
   SHARED_ROWS, SHARED_HIDDEN, SHARED_OUT, SHARED_STATS, SHARED_INDEX, SHARED_UNITS,  // a caller's, read by its team
   LAYER,  // of a call that makes other calls
+  CHAIN,  // of a call that calls layers
   PURPOSES
 };
 

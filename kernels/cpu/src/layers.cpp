@@ -2,48 +2,7 @@
 // work and leave memory idle in between. The same functions in the same order as the separate calls, so the same bits.
 //
 // Legend: T tokens, D hidden, H heads, N qk_nope, R rotary, V v_head, C latent, Q q rank, E experts, K experts a token.
-#include "api.h"
-
-namespace moe {
-
-struct Weight {
-  const void* panels;
-  const float* bias;
-  int64_t in, out;
-};
-
-// MLA with absorbed products; `down` gives [q latent (Q, may be 0) | kv latent (C) | rotary (R)].
-struct MLALayer {
-  Weight down, q, keys, values, o;  // keys [H, C, N] and values [H, V, C] by head
-  const float *q_norm, *kv_norm, *table;
-  int64_t heads, rotary;
-  int32_t interleaved;
-  float eps, scale;
-};
-
-struct MoELayer {
-  const float *gate, *bias;
-  const Router* router;
-  const void* experts;
-  int64_t num_experts, top_k, width;
-  Weight shared_up, shared_down;  // of the shared expert; panels null: there is none
-};
-
-// One block of scratch memory, cut into arrays.
-class Arrays {
- public:
-  explicit Arrays(int64_t bytes) : at_(scratch<char>(LAYER, bytes)) {}
-  void* take(int64_t bytes) {
-    void* here = at_;
-    at_ += ceil_div(bytes, 64) * 64;
-    return here;
-  }
-
- private:
-  char* at_;
-};
-
-}  // namespace moe
+#include "layers.h"
 
 using namespace moe;
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+from moe_engine.kernels.attention.drafting import ChainSteps
+from moe_engine.kernels.attention.protocol import AttentionBatch, GQABackend, MLABackend
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream
@@ -43,9 +45,23 @@ class DraftBatches:
         batch = self._builder.even(rows, rows_device, positions, 1, ids)
         return batch.forward_batch(self._attention.plan(batch.attention), self._kv)
 
+    @property
+    def kv(self) -> Sequence[Any]:
+        """The cache of every layer."""
+        return self._kv
+
+    def steps(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:
+        """One token a row at positions [S, D], step after step, the layers of MTP that run them."""
+        return self._builder.chain(rows, rows_device, positions, levels)[0]
+
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray) -> Iterator[ForwardBatch]:
-        """One token a row at positions [steps, D], step after step; the batches carry no ids."""
-        for places, slots, attention in self._builder.chain(rows, rows_device, positions):
+        """The same as a batch for each step; the batches carry no ids."""
+        if not len(positions):
+            return
+        steps, lengths = self._builder.chain(rows, rows_device, positions, ())
+        for i, (places, slots) in enumerate(zip(steps.positions, steps.slots)):
+            queries = replace(steps.queries, context_lens=lengths[i], context_lens_device=steps.context_lens[i])
+            attention = AttentionBatch(queries, None)
             plan = self._attention.plan(attention)
             yield ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self._kv)
 

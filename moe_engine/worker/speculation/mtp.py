@@ -31,6 +31,9 @@ from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
+MAX_FUSED_ROWS = 64
+"""Rows up to which a chain in one call gains anything over a call for each part of it."""
+
 
 class MTPDrafter:
     """See the module; implements `Drafter`. Rows all of whose tokens it has followed can be drafted for."""
@@ -59,6 +62,8 @@ class MTPDrafter:
         state = self._state.index_select(0, task.rows_device)  # [D, E]
         chain = task.topk == 1
         places = self._places(task.lengths, task.depth if chain else 1)
+        if chain and self._layers.fuses_drafts and len(task.rows) <= MAX_FUSED_ROWS:
+            return self._propose_at_once(task, state, places)
         tokens = [task.roots]
         for step, batch in enumerate(self._batches.chain(task.rows, task.rows_device, places)):
             state = self._layers.forward(min(step, self._behind), tokens[-1], state, batch)
@@ -69,6 +74,18 @@ class MTPDrafter:
             drawn = self._sampler.sample(logits, SampledRows(task.rows, task.lengths + 1 + step, task.rows_device))
             tokens.append(drawn.clamp_min(0))
         return Drafts(torch.stack(tokens, 1))
+
+    def _propose_at_once(self, task: DraftTask, state: Tensor, places: np.ndarray) -> Drafts:
+        """The chain in one call of a kernel."""
+        levels = [min(step, self._behind) for step in range(task.depth)]
+        steps = self._batches.steps(task.rows, task.rows_device, places, levels)
+        parameters, uniform = self._sampler.parameters(task.rows), None
+        if parameters is not None:
+            lengths = (task.lengths + 1 + np.arange(task.depth)[:, None]).ravel()
+            again = SampledRows(np.tile(task.rows, task.depth), lengths, task.rows_device)
+            uniform = self._sampler.uniforms(again)
+        drawn = self._layers.draft_chain(state, task.roots, steps, self._batches.kv, parameters, uniform)  # [S, D]
+        return Drafts(torch.cat((task.roots[:, None], drawn.T), 1))
 
     def _places(self, lengths: np.ndarray, num_steps: int) -> np.ndarray:
         """Positions [num_steps, D] of the steps of drafting."""

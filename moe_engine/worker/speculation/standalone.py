@@ -58,7 +58,7 @@ class StandaloneDrafter:
             return grow(task, logits, _LevelByLevel(self._model, self._batches, task), self._sampler)
         tokens = [task.roots]
         positions = task.lengths + np.arange(1, task.depth)[:, None]
-        batches = self._batches.chain(task.rows, task.rows_device, positions) if task.depth > 1 else iter(())
+        batches = self._batches.chain(task.rows, task.rows_device, positions)
         for step in range(task.depth):
             if step:
                 batch = replace(next(batches), input_ids=tokens[-1])

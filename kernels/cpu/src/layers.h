@@ -1,0 +1,51 @@
+// Whole layers as structs of weights, made in kernels/cpu/layers.py.
+#pragma once
+
+#include "api.h"
+
+namespace moe {
+
+struct Weight {
+  const void* panels;
+  const float* bias;
+  int64_t in, out;
+};
+
+// MLA with absorbed products; `down` gives [q latent (Q, may be 0) | kv latent (C) | rotary (R)].
+struct MLALayer {
+  Weight down, q, keys, values, o;  // keys [H, C, N] and values [H, V, C] by head
+  const float *q_norm, *kv_norm, *table;
+  int64_t heads, rotary;
+  int32_t interleaved;
+  float eps, scale;
+};
+
+struct MoELayer {
+  const float *gate, *bias;
+  const Router* router;
+  const void* experts;
+  int64_t num_experts, top_k, width;
+  Weight shared_up, shared_down;  // of the shared expert; panels null: there is none
+};
+
+// One block of scratch memory, cut into arrays.
+class Arrays {
+ public:
+  explicit Arrays(int64_t bytes, Purpose which = LAYER) : at_(scratch<char>(which, bytes)) {}
+  void* take(int64_t bytes) {
+    void* here = at_;
+    at_ += ceil_div(bytes, 64) * 64;
+    return here;
+  }
+
+ private:
+  char* at_;
+};
+
+}  // namespace moe
+
+API void moe_mla_layer(int is_bf16, const moe::MLALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
+                       const int64_t* positions, const int64_t* slots, void* cache, int64_t cache_row,
+                       const moe::Queries* queries, void* out);
+API void moe_moe_layer(int is_bf16, const moe::MoELayer* layer, const void* x, int64_t ldx, int64_t tokens,
+                       int64_t hidden, void* out);
