@@ -1,4 +1,4 @@
-"""``moe-engine serve | generate | bench | plan | doctor | demo``. Each command imports only what it needs.
+"""``moe-engine serve | generate | bench | plan | doctor | experts | demo``. Each command imports only what it needs.
 
 Exit codes: 0 done; 2 the command line, the configuration or the checkpoint is at fault (one message on stderr); 1 the
 engine failed.
@@ -34,6 +34,7 @@ commands:
   plan       what `serve` would do with the same flags: every value and why, memory, kernels; starts nothing
   doctor     what this machine offers: memory, cores, compiler, which kernels run here and why others do not
   bench      measurements: moe-engine bench one_batch | offline | serving
+  experts    how unevenly recorded traffic used the experts, and what balancing would gain: moe-engine experts DUMP
   demo       print the folder of the model embedded in this package
 
 try it, without downloading anything:
@@ -221,7 +222,7 @@ def _chat_prompt(config: ResolvedConfig, prompt: str) -> list[int] | None:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-# -- doctor, demo, bench
+# -- doctor, experts, demo, bench
 
 
 def doctor(argv: Sequence[str], prog: str) -> int:
@@ -234,6 +235,12 @@ def doctor(argv: Sequence[str], prog: str) -> int:
     found = report.examine()
     print(json.dumps(found, indent=2) if options.json else report.as_text(found))
     return 0
+
+
+def experts(argv: Sequence[str], prog: str) -> int:
+    from moe_engine.experts_report import command
+
+    return command.main(argv, prog)
 
 
 def demo(argv: Sequence[str], prog: str) -> int:
@@ -290,6 +297,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     "plan": plan,
     "doctor": doctor,
     "bench": bench,
+    "experts": experts,
     "demo": demo,
 }
 

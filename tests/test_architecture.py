@@ -35,15 +35,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": BASE | {"kernels", "models", "tokenizer"},
     "worker": BASE | {"kernels", "parallel", "models"},
     "engine": BASE | {"logs", "config", "scheduler", "tokenizer", "worker", "models", "parallel", "kernels"},
-    "server": BASE | {"logs", "config", "engine", "tokenizer"},
-    "cli": BASE | {"logs", "config", "engine", "server", "tokenizer", "kernels"},
+    "experts_report": BASE | {"config", "parallel"},
+    "server": BASE | {"logs", "config", "engine", "tokenizer", "experts_report"},
+    "cli": BASE | {"logs", "config", "engine", "server", "tokenizer", "kernels", "experts_report"},
     "launch_server": {"cli"},
     "__init__": {"engine", "models"},
 }
 
 NO_TORCH_FILES = ("types", "sampling_checks", "errors", "logs", "cli", "launch_server", "__init__")
 NO_TORCH = ("scheduler", "tokenizer", "server", *NO_TORCH_FILES)
-TORCH_IN_FUNCTIONS_ONLY = ("config", "engine")
+TORCH_IN_FUNCTIONS_ONLY = ("config", "engine", "experts_report")
 VENDORS = {"triton", "flashinfer", "flash_mla", "flash_attn", "deep_ep", "deep_gemm", "nvshmem", "sgl_kernel"}
 
 # files that may look at the accelerator, at a device's kind, at the environment: keep these lists short

@@ -1,0 +1,15 @@
+"""The page that `GET /experts` serves: a heat map of the experts that polls ``experts/data``. Imports no torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import resources
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""Content-Security-Policy to serve it with: it loads nothing but its data."""
+
+
+@lru_cache
+def live_page() -> str:
+    """The whole HTML document."""
+    return resources.files(__package__).joinpath("live.html").read_text(encoding="utf-8")

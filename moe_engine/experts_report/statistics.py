@@ -1,0 +1,119 @@
+"""Numbers about recorded counts: how uneven the experts of each layer are, and what EPLB would make of it.
+
+Legend: S passes, L layers, E experts, G ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_engine.errors import ConfigError
+from moe_engine.parallel.placement.balance import layer_balancedness, rank_loads
+from moe_engine.parallel.placement.layout import ExpertLayout
+from moe_engine.parallel.placement.placement import ExpertPlacement
+from moe_engine.parallel.placement.policies import plan_placement
+
+MAX_JUDGED_PASSES = 128
+"""Passes that placements are judged on, spread evenly over the recording: it must not take long."""
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """One MoE layer.
+
+    Args:
+        choices: tokens routed to experts, each counted once an expert.
+        imbalance: choices of the busiest expert / mean.
+        top10, top25: share of the choices that go to the busiest 10 % and 25 % of the experts, rounded up.
+        num_idle: experts without a token.
+        hottest: (expert, share of the choices), the busiest first.
+    """
+
+    layer: int
+    choices: int
+    imbalance: float
+    top10: float
+    top25: float
+    num_idle: int
+    hottest: tuple[tuple[int, float], ...]
+
+
+def layer_statistics(total: NDArray[np.int64], num_hottest: int = 4) -> list[LayerStatistics]:
+    """Of every layer of total [L, E] that saw a token."""
+    found = []
+    for layer in np.flatnonzero(total.any(axis=1)).tolist():
+        counts = total[layer]
+        order = np.argsort(-counts, kind="stable")
+        shares = counts[order] / counts.sum()
+        found.append(
+            LayerStatistics(
+                layer=layer,
+                choices=int(counts.sum()),
+                imbalance=float(shares[0] * len(counts)),
+                top10=float(shares[: math.ceil(len(counts) / 10)].sum()),
+                top25=float(shares[: math.ceil(len(counts) / 4)].sum()),
+                num_idle=int((counts == 0).sum()),
+                hottest=tuple(zip(order[:num_hottest].tolist(), shares[:num_hottest].tolist())),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What EPLB would gain. Balancedness is mean / max tokens of the ranks, averaged over passes and layers.
+
+    Args:
+        trivial: balancedness of the trivial placement, slot i holding expert i mod E.
+        planned: with a plan made from, and judged on, all passes.
+        unseen: with a plan from the first half of the passes judged on the second; None with one pass.
+        slowest: the slowest rank's tokens with that plan, summed over passes and layers, as a part of those of trivial:
+            the experts' time, if it grows with tokens.
+        placement: the plan made from all passes.
+    """
+
+    layout: ExpertLayout
+    trivial: float
+    planned: float
+    unseen: float | None
+    slowest: float
+    placement: ExpertPlacement
+
+
+def eplb_gain(passes: NDArray[np.int64], layout: ExpertLayout) -> Gain:
+    """Judges EPLB on recorded passes [S, L, E]. Raises ConfigError where the layout does not fit."""
+    moe_layers = np.flatnonzero(passes.any(axis=(0, 2)))
+    placement = plan_placement(passes, layout)
+    used = passes[:, moe_layers]
+    half, at = len(used) // 2, np.unique(np.linspace(0, len(used) - 1, MAX_JUDGED_PASSES).astype(int))
+    judged = used[at]
+    trivial = rank_loads(ExpertPlacement.trivial(layout, len(moe_layers)), judged)
+    planned = rank_loads(plan_placement(used, layout), judged)
+    unseen = None
+    if half:
+        unseen = _mean(rank_loads(plan_placement(used[:half], layout), used[at[at >= half]]))
+    slowest = float(planned.max(axis=-1).sum() / trivial.max(axis=-1).sum())
+    return Gain(layout, _mean(trivial), _mean(planned), unseen, slowest, placement)
+
+
+def _mean(loads: NDArray[np.float64]) -> float:
+    """loads [S, L, G]: the mean balancedness of the layers of passes that saw a token."""
+    busy = loads.any(axis=-1)
+    return float(layer_balancedness(loads)[busy].mean()) if busy.any() else 1.0
+
+
+def usual_layouts(
+    num_experts: int, num_nodes: int = 1, num_groups: int = 1, sizes: Sequence[int] | None = None
+) -> Iterator[ExpertLayout]:
+    """For each EP size (powers of two by default) the least redundancy that divides, and one more slot on each rank."""
+    usual = [size for size in (2, 4, 8, 16, 32, 64, 128) if size <= num_experts and size % num_nodes == 0]
+    for num_ranks in sizes or usual:
+        if num_ranks < 1:
+            raise ConfigError(f"--ep-size {num_ranks}: at least 1")
+        for redundant in dict.fromkeys((-num_experts % num_ranks, -num_experts % num_ranks + num_ranks)):
+            yield ExpertLayout(num_experts, num_ranks, redundant, num_nodes, num_groups)

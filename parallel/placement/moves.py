@@ -1,0 +1,217 @@
+"""The way from one placement to another in small chunks, with every expert present all the way.
+
+Each rank has `chunk_size` spare slots. A chunk copies experts into the spare slots of the ranks that want them while
+steps still use the old table; between two steps the spare slots are then written to their places (or trade places with
+them) and the layer's table changes. So a step waits for one chunk at most, and every read of a chunk comes before every
+write. No rank sends or receives more than `chunk_size` experts in a chunk.
+
+Slots of a rank are alike, so an expert that stays on its rank stays in its slot, and a rank's new experts take the
+slots of those it gives up; which ones is decided here. Where the last copy of an expert would be overwritten, the
+rank that is to hold it receives it in the same chunk; if that chain is too long for a chunk, two slots trade experts.
+
+Legend: L layers, P slots, G ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_engine.errors import ConfigError
+from moe_engine.parallel.placement.placement import EMPTY, ExpertPlacement
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One expert into one slot. `source` is a slot, or None: no rank has it, it comes from the checkpoint."""
+
+    expert: int
+    source: int | None
+    dest: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What happens between two steps of one layer.
+
+    Args:
+        layer: whose experts move.
+        copies: at most `chunk_size` into and out of each rank; read all before writing any.
+        table: the layer's physical_to_logical [P] once they are done.
+    """
+
+    layer: int
+    copies: tuple[Copy, ...]
+    table: tuple[int, ...]
+
+
+def plan_moves(
+    old: ExpertPlacement, new: ExpertPlacement, *, chunk_size: int = 1, num_nodes: int = 1
+) -> Iterator[Chunk]:
+    """Layer by layer the chunks that lead from `old` to `new`, planned as they are asked for.
+
+    After the last chunk of a layer each rank holds the experts `new` gives it, in the order of the chunk's table.
+    Layers that do not change have no chunk.
+
+    Args:
+        old: the placement in force; the slots of dead ranks are empty (`ExpertPlacement.without_ranks`).
+        new: of the same sizes.
+        chunk_size: spare slots of each rank.
+        num_nodes: sources on the receiver's node are preferred.
+
+    Raises:
+        ConfigError: the placements differ in size, or a number is below 1.
+    """
+    same = old.physical_to_logical.shape == new.physical_to_logical.shape and old.num_ranks == new.num_ranks
+    if not same or chunk_size < 1 or num_nodes < 1 or old.num_ranks % num_nodes:
+        raise ConfigError(
+            f"cannot move from {old.num_layers} layers x {old.num_physical} slots on {old.num_ranks} ranks to "
+            f"{new.num_layers} x {new.num_physical} on {new.num_ranks}, {chunk_size} at a time, {num_nodes} nodes"
+        )
+    return _all_layers(old, new, chunk_size, old.num_ranks // num_nodes)
+
+
+def _all_layers(old: ExpertPlacement, new: ExpertPlacement, chunk_size: int, ranks_per_node: int) -> Iterator[Chunk]:
+    for layer in range(old.num_layers):
+        way = _LayerWay(
+            old.physical_to_logical[layer].tolist(), new.by_rank[layer].tolist(), chunk_size, ranks_per_node
+        )
+        for copies, table in way.chunks():
+            yield Chunk(layer, copies, table)
+
+
+class _LayerWay:
+    """One layer on its way: the table so far, what each rank still wants, and which slots it can give for it."""
+
+    def __init__(self, table: list[int], wanted: list[list[int]], chunk_size: int, ranks_per_node: int) -> None:
+        self._table = table
+        self._chunk_size = chunk_size
+        self._ranks_per_node = ranks_per_node
+        self._per_rank = len(table) // len(wanted)
+        self._goal = [Counter(expert for expert in experts if expert != EMPTY) for experts in wanted]
+        self._kept = {expert for goal in self._goal for expert in goal}
+        self._want: list[Counter[int]] = []  # by rank: experts still to come
+        self._free: list[list[int]] = []  # by rank: slots whose expert the rank gives up
+        for rank in range(len(wanted)):
+            self._want.append(Counter())
+            self._free.append([])
+            self._settle(rank)
+        self._start_chunk()
+
+    def _settle(self, rank: int) -> None:
+        """Compares what the rank holds with its goal."""
+        want = self._goal[rank].copy()
+        free = []
+        for slot in range(rank * self._per_rank, (rank + 1) * self._per_rank):
+            if want[self._table[slot]] > 0:
+                want[self._table[slot]] -= 1
+            else:
+                free.append(slot)
+        self._want[rank], self._free[rank] = +want, free
+
+    def _start_chunk(self) -> None:
+        self._copies: list[Copy] = []
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        self._holders: dict[int, list[int]] = {}  # slots of each expert when the chunk begins
+        for slot, expert in enumerate(self._table):
+            if expert != EMPTY:
+                self._holders.setdefault(expert, []).append(slot)
+        self._left = Counter({expert: len(slots) for expert, slots in self._holders.items()})  # copies when it ends
+
+    def chunks(self) -> Iterator[tuple[tuple[Copy, ...], tuple[int, ...]]]:
+        while any(self._want):
+            self._start_chunk()
+            for rank in range(len(self._want)):
+                while any(self._add_chain(self._chain(rank, expert)) for expert in list(self._want[rank])):
+                    pass
+            if not self._copies:
+                self._add_chain(self._trade())
+            for copy in self._copies:
+                self._table[copy.dest] = copy.expert
+            for rank in self._received:
+                self._settle(rank)
+            yield tuple(self._copies), tuple(self._table)
+        leftover = [slot for free in self._free for slot in free if self._table[slot] != EMPTY]
+        if leftover:
+            for slot in leftover:
+                self._table[slot] = EMPTY
+            yield (), tuple(self._table)
+
+    def _add_chain(self, chain: list[Copy]) -> bool:
+        """Takes copies into the chunk; False if there are none."""
+        for copy in chain:
+            rank = copy.dest // self._per_rank
+            self._left[self._table[copy.dest]] -= 1
+            self._left[copy.expert] += 1
+            self._received[rank] += 1
+            self._count_sent(self._sent, copy)
+            self._free[rank].remove(copy.dest)
+            self._want[rank][copy.expert] -= 1
+            self._want[rank] = +self._want[rank]
+        self._copies += chain
+        return bool(chain)
+
+    def _count_sent(self, sent: Counter[int], copy: Copy) -> None:
+        if copy.source is not None and copy.source // self._per_rank != copy.dest // self._per_rank:
+            sent[copy.source // self._per_rank] += 1
+
+    def _chain(self, rank: int, expert: int) -> list[Copy]:
+        """Copies that bring the expert to the rank and a new home to every last copy they overwrite.
+
+        Empty if the chunk has no room for them.
+        """
+        chain: list[Copy] = []
+        sent, received, left = self._sent.copy(), self._received.copy(), self._left.copy()
+        used: set[int] = set()
+        while True:
+            if received[rank] >= self._chunk_size:
+                return []
+            source, found = self._source(expert, rank, sent)
+            if not found:
+                return []
+            free = [slot for slot in self._free[rank] if slot not in used]
+            slot = next((slot for slot in free if self._may_go(self._table[slot], left)), free[0])
+            chain.append(Copy(expert, source, slot))
+            self._count_sent(sent, chain[-1])
+            received[rank] += 1
+            used.add(slot)
+            victim = self._table[slot]
+            homeless = not self._may_go(victim, left)
+            left[expert] += 1
+            left[victim] -= 1
+            if not homeless:
+                return chain
+            homes = [other for other, want in enumerate(self._want) if want[victim]]
+            rank = next((home for home in homes if received[home] < self._chunk_size), homes[0])
+            expert = victim
+
+    def _may_go(self, expert: int, left: Counter[int]) -> bool:
+        """Whether a slot with this expert may be overwritten: it is empty, not the last copy, or nobody's goal."""
+        return expert == EMPTY or left[expert] > 1 or expert not in self._kept
+
+    def _source(self, expert: int, rank: int, sent: Counter[int]) -> tuple[int | None, bool]:
+        """The best slot to read from, and whether there is one: own rank, own node, then who has sent least."""
+        if expert not in self._holders:
+            return None, True
+        node = rank // self._ranks_per_node
+
+        def far(slot: int) -> tuple[bool, bool, int]:
+            holder = slot // self._per_rank
+            return holder != rank, holder // self._ranks_per_node != node, sent[holder]
+
+        able = [
+            slot
+            for slot in self._holders[expert]
+            if slot // self._per_rank == rank or sent[slot // self._per_rank] < self._chunk_size
+        ]
+        return (min(able, key=far), True) if able else (None, False)
+
+    def _trade(self) -> list[Copy]:
+        """Two slots exchange experts, which brings one of them home: the way out where every chain is too long."""
+        rank = next(rank for rank, want in enumerate(self._want) if want)
+        slot = self._free[rank][0]
+        home = next(other for other, want in enumerate(self._want) if want[self._table[slot]])
+        back = next((other for other in self._free[home] if self._want[rank][self._table[other]]), self._free[home][0])
+        return [Copy(self._table[slot], slot, back), Copy(self._table[back], back, slot)]

@@ -1,0 +1,132 @@
+"""What is kept of the passes: summable counts in a buffer, or a record of each.
+
+Legend: L layers, E logical experts, P physical experts, S passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_engine.parallel.recording.buffers import PassBuffer
+from moe_engine.parallel.recording.config import RecorderConfig
+from moe_engine.parallel.recording.pass_counts import PassCounts
+
+
+class LogicalMap:
+    """Physical to logical experts, on the device; changes layer by layer while experts move.
+
+    Args:
+        table: int [L, P]; -1 is a slot without an expert. Slot i holds expert i mod E where it is None.
+    """
+
+    def __init__(self, config: RecorderConfig, table: Tensor | None = None) -> None:
+        if table is None:
+            row = torch.arange(config.num_physical) % config.num_experts
+            table = row.repeat(config.num_layers, 1)
+        if table.shape != (config.num_layers, config.num_physical):
+            raise ValueError(f"map is {list(table.shape)}, not [{config.num_layers}, {config.num_physical}]")
+        self._num_experts = config.num_experts
+        self.table = table.to(config.device, torch.int64, copy=True)
+        self._target = torch.empty_like(self.table)
+        self._sums = torch.zeros(config.num_layers, config.num_experts + 1, dtype=torch.int32, device=config.device)
+        self._refresh()
+
+    def update_layer(self, layer: int, table: Tensor) -> None:
+        """`table` int [P]."""
+        self.table[layer] = table.to(self.table.device, torch.int64)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._target = torch.where(self.table < 0, self._num_experts, self.table)  # empty slots into a last column
+        own = torch.arange(self.table.shape[1], device=self.table.device)
+        self._identity = self.table.shape[1] == self._num_experts and bool((self.table == own).all())
+
+    def to_logical(self, physical: Tensor) -> Tensor:
+        """Counts int32 [L, P] -> [L, E]; valid until the next call."""
+        if self._identity:
+            return physical
+        return self._sums.zero_().scatter_add_(1, self._target, physical)[:, :-1]
+
+
+class Accumulator(Protocol):
+    """Keeps passes until they are dumped."""
+
+    every_rank_writes: bool
+
+    def add(self, pass_id: int, counts: PassCounts, logical: Tensor) -> None:
+        """Takes over a pass; `logical` is int32 [L, E]."""
+
+    def content(self) -> dict[str, Any]:
+        """Of a dump, of this rank alone: tensors on the device, `logical_count` still to be summed over ranks."""
+
+    def total(self) -> Tensor:
+        """int64 [L, E] tokens since `clear_total`."""
+
+    def clear_total(self) -> None: ...
+
+    def reset(self) -> None:
+        """Forgets the passes, not the total."""
+
+
+class StatAccumulator:
+    """Logical counts of the last passes; the modes stat and stat_approx."""
+
+    every_rank_writes = False
+
+    def __init__(self, config: RecorderConfig) -> None:
+        self._buffer = PassBuffer(config.buffer_size, (config.num_layers, config.num_experts), config.device)
+
+    def add(self, pass_id: int, counts: PassCounts, logical: Tensor) -> None:
+        self._buffer.next_row().copy_(logical)
+
+    def content(self) -> dict[str, Any]:
+        return {"logical_count": self._buffer.rows().clone()}
+
+    def total(self) -> Tensor:
+        return self._buffer.total()
+
+    def clear_total(self) -> None:
+        self._buffer.clear_total()
+
+    def reset(self) -> None:
+        self._buffer.reset()
+
+
+class RecordAccumulator:
+    """A record of each pass of this rank; the modes per_pass and per_token. Memory grows until the dump."""
+
+    every_rank_writes = True
+
+    def __init__(self, config: RecorderConfig, logical_map: LogicalMap) -> None:
+        self._rank = config.rank
+        self._per_token = config.mode == "per_token"
+        self._map = logical_map
+        self._records: list[dict[str, Any]] = []
+        self._total = torch.zeros(config.num_layers, config.num_experts, dtype=torch.int64, device=config.device)
+
+    def add(self, pass_id: int, counts: PassCounts, logical: Tensor) -> None:
+        record = {
+            "forward_pass_id": pass_id,
+            "rank": self._rank,
+            "gatherer_key": "primary",
+            "global_physical_count": counts.physical.to("cpu", copy=True).contiguous(),
+        }
+        if self._per_token:
+            record |= {**counts.details, "topk_ids_of_layer": counts.token_choices()}
+        self._records.append(record)
+        self._total += logical
+
+    def content(self) -> dict[str, Any]:
+        return {"records": list(self._records), "last_physical_to_logical_map": self._map.table.cpu()}
+
+    def total(self) -> Tensor:
+        return self._total
+
+    def clear_total(self) -> None:
+        self._total.zero_()
+
+    def reset(self) -> None:
+        self._records = []

@@ -1,0 +1,48 @@
+"""Dump files: SGLang's names, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
+
+
+class RecordingError(MoeEngineError):
+    """A dump could not be written; names the file and the fix. What was recorded is still there."""
+
+
+def write_dump(directory: Path, content: dict[str, Any], rank: int | None) -> Path:
+    """Saves `content` for ``torch.load(weights_only=True)``.
+
+    Args:
+        directory: made if it is not there.
+        content: tensors, numbers, text, lists and dicts of them.
+        rank: part of the name where every rank writes; None where one does.
+
+    Raises:
+        RecordingError: the directory or the file cannot be written.
+    """
+    suffix = "" if rank is None else f"_{rank}"
+    path = directory / f"expert_distribution_recorder_{time.time()}{suffix}.pt"
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(partial, "wb") as file:
+                torch.save(content, file)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise RecordingError(
+            f"{path}: cannot be written ({reason}); nothing was lost: make room there and dump again, or start the "
+            f"server with {DIRECTORY_VARIABLE} set to another directory"
+        ) from error
+    return path
