@@ -54,6 +54,9 @@ class FixedDepth:
 
 TRIES = 3
 """Steps with a single draft that begin it all."""
+UNPRICED = 8
+"""Steps in a row whose price stayed unknown (they all held prompts too) after which a single draft is made unpriced:
+beside a prompt it costs little."""
 RETRY_EVERY = 96
 """Steps between two looks at the runner-up."""
 MARGIN = 1.02
@@ -114,6 +117,7 @@ class AutoDepth:
         self._nap = FIRST_NAP
         self._num_tried = 0
         """Steps with drafts since it woke."""
+        self._unpriced = 0
         self._steps = 0
         self._wake_at = 0
         self._asleep_below = 0
@@ -129,8 +133,10 @@ class AutoDepth:
             self._wake()
         if not self._awake or not num_draftable:
             return 0
-        if not self._price.knows(num_requests):
-            return 0  # what everything is compared with
+        if not self._price.knows(num_requests):  # what everything is compared with
+            self._unpriced += 1
+            return 0 if self._unpriced <= UNPRICED else min(1, self._max)
+        self._unpriced = 0
         if self._num_tried < TRIES or not self._price.knows_drafting:
             return min(1, self._max)
         depths = range(self._max + 1)

@@ -382,7 +382,8 @@ def test_refusals_name_the_flag(tmp_path, fields, message):
         config_for(tmp_path, **fields)
 
 
-def test_logs_where_it_wrote(tmp_path, caplog):
+def test_logs_where_it_wrote(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("moe_engine"), "propagate", True)  # a server set up by a test before keeps it
     caplog.set_level(logging.INFO)
     recorder = ExpertRecorder(config_for(tmp_path / "made" / "anew"))
     assert str(recorder.dump()) in caplog.text

@@ -118,6 +118,8 @@ class ExactMTP:
     Stands in for `models.mtp.MTPLayers`.
     """
 
+    fuses_drafts = False
+
     def __init__(self, table: Tensor, num_layers: int, history: History) -> None:
         self.num_layers = num_layers
         self._table, self._history = table, history
