@@ -53,4 +53,4 @@ def test_something_was_accepted_and_something_retracted(outcomes: list) -> None:
     for case, outcome in outcomes:
         accepted[case["drafter"]] += sum(outcome.speculation.accepted)
     assert min(accepted.values()) > 10, accepted
-    assert sum(outcome.retractions for _, outcome in outcomes) > 10
+    assert sum(outcome.retractions for _, outcome in outcomes) > 4
