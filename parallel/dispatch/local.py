@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.parallel.dispatch.protocol import Tokens
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,13 @@ class LocalDispatcher:
         chosen = chosen.view(*handle.position.shape, rows.shape[-1])  # [T, K, D]
         weighted = chosen.float().mul_(topk_weights.unsqueeze(-1))  # `chosen` is ours: no third copy of K rows a token
         return weighted.sum(dim=1).to(rows.dtype)
+
+
+class LocalExchange:
+    """The exchange of one rank that holds all experts: what every layout and test of many ranks can be held against."""
+
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, None]:
+        return tokens, None
+
+    def collect(self, partial: Tensor, way: None) -> Tensor:
+        return partial

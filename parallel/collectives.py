@@ -1,0 +1,174 @@
+"""A group of ranks and what they do together, over any backend of torch.distributed (gloo on CPUs, NCCL on GPUs).
+
+A `Group` is handed to whoever needs one; nothing here is global. Every operation is collective: all ranks of the group
+call it in the same order. Tensors travel as bytes, so that every dtype works (gloo refuses float8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_engine.errors import EngineDeadError
+
+Observer = Callable[[str, list[int]], None]
+
+
+class PeerLost(EngineDeadError):
+    """An operation among ranks failed: a peer died, hung past the timeout or cannot be reached. Names the operation."""
+
+
+class Group(Protocol):
+    """Some ranks and what they do together. Operations raise `PeerLost`."""
+
+    size: int
+    rank: int
+    timeout_s: float
+    device: torch.device
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
+    ) -> None:
+        """Sends x_rows[r] rows of `x` to each rank r, in order, and puts out_rows[r] rows from each into `out`.
+
+        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares.
+        """
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x, of the same shape on every rank -> [size, *x.shape]."""
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x [size, ...] -> the sum over ranks of their x[rank], in x's dtype."""
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Fills `x` with the source rank's; returns it."""
+
+    def exchange_ints(self, values: Sequence[int]) -> list[int]:
+        """values[r] goes to rank r; returns what each rank sent here. Waits: the integers end on the host."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+
+
+class SingleRank:
+    """The group of one rank: nothing is sent."""
+
+    size = 1
+    rank = 0
+    timeout_s = 0.0
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
+    ) -> None:
+        out.copy_(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x[0]
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
+    def exchange_ints(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def barrier(self) -> None:
+        return None
+
+
+class DistributedGroup:
+    """A process group of torch.distributed as a `Group`.
+
+    Args:
+        process_group: made with `timeout_s`; the default timeout of torch (half an hour) would hide a dead peer.
+        device: where the tensors live that travel in it.
+        observe: is told the name of every operation and the bytes it sends to each rank (its own included).
+    """
+
+    def __init__(
+        self, process_group: Any, timeout_s: float, device: torch.device | str = "cpu", observe: Observer | None = None
+    ) -> None:
+        self.size: int = process_group.size()
+        self.rank: int = process_group.rank()
+        self.timeout_s = timeout_s
+        self.device = torch.device(device)
+        self._process_group = process_group
+        self._observe = observe
+
+    @classmethod
+    def of(
+        cls, ranks: Sequence[int], backend: str, timeout_s: float, device: torch.device | str = "cpu"
+    ) -> DistributedGroup | None:
+        """A new group of these world ranks; None on a rank outside it. Every rank of the world calls this alike."""
+        process_group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+        return cls(process_group, timeout_s, device) if dist.get_rank() in ranks else None
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
+    ) -> None:
+        shares = list(x_rows) if x_rows is not None else [len(x) // self.size] * self.size
+        row_bytes = x[0].nbytes if len(x) else 0
+        self._tell("all_to_all", [rows * row_bytes for rows in shares])
+        self._run("all_to_all", dist.all_to_all_single, _bytes(out), _bytes(x), _list(out_rows), _list(x_rows))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        self._tell("all_gather", [x.nbytes] * self.size)
+        self._run("all_gather", _all_gather, _bytes(out).flatten(), _bytes(x.contiguous()).flatten())
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x[0], memory_format=torch.contiguous_format)
+        self._tell("reduce_scatter", [out.nbytes] * self.size)
+        self._run("reduce_scatter", _reduce_scatter, out.flatten(), x.contiguous().flatten())
+        return out
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self._tell("broadcast", [x.nbytes if self.rank == source else 0] * self.size)
+        self._run("broadcast", dist.broadcast, _bytes(x), group_src=source)
+        return x
+
+    def exchange_ints(self, values: Sequence[int]) -> list[int]:
+        sent = torch.tensor(values, dtype=torch.int64, device=self.device)
+        received = torch.empty_like(sent)
+        self.all_to_all(received, sent)
+        return received.tolist()
+
+    def barrier(self) -> None:
+        self._run("barrier", dist.barrier)
+
+    def _tell(self, operation: str, num_bytes: list[int]) -> None:
+        if self._observe is not None:
+            self._observe(operation, num_bytes)
+
+    def _run(self, operation: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, group=self._process_group, **kwargs)
+        except RuntimeError as error:  # gloo raises no other type; torch's own derive from it
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise PeerLost(
+                f"{operation} failed on rank {self.rank} of {self.size} (timeout {self.timeout_s:g} s): {reason}"
+            ) from error
+
+
+# torch 2.13 renames the two: take the name that is there
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.uint8 else x.view(torch.uint8)
+
+
+def _list(rows: Sequence[int] | None) -> list[int] | None:
+    return None if rows is None else list(rows)

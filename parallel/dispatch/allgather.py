@@ -1,0 +1,56 @@
+"""The exchange without routing: every rank sees all tokens, computes its experts' share, and the shares are summed.
+
+Moves R times the tokens whatever they chose, in two plain collectives: right where ranks are few or K is near R.
+Legend: T tokens of this rank, M rows that each rank gives, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_engine.parallel.collectives import Group
+from moe_engine.parallel.dispatch.payload import RecordFormat
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
+from moe_engine.parallel.dispatch.rows import local_ids
+from moe_engine.parallel.dispatch.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Way:
+    num_tokens: int  # T
+    num_rows: int  # M
+
+
+class AllGather:
+    """all_gather the tokens, reduce_scatter the sums.
+
+    Args:
+        static: every rank gives `shape.max_tokens` rows to every call, and the host never waits (low latency); else as
+            many as the rank with most tokens has, which is exchanged first (normal).
+    """
+
+    def __init__(self, group: Group, shape: DispatchShape, static: bool) -> None:
+        self._group = group
+        self._num_rows = shape.max_tokens if static else None
+        self._num_local = shape.num_local
+        self._format = RecordFormat.of(shape)
+        self._workspace = Workspace(group.device)
+
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Way]:
+        num_tokens = len(tokens.ids)
+        num_rows = self._num_rows
+        if num_rows is None:
+            num_rows = max(self._group.exchange_ints([num_tokens] * self._group.size))
+        packed = self._workspace.take("packed", slot, (num_rows, self._format.num_bytes), torch.uint8)
+        self._format.write(tokens, packed[:num_tokens])
+        self._format.view(packed[num_tokens:]).ids.fill_(-1)
+        arrived = self._format.view(self._group.all_gather(packed).flatten(0, 1))
+        ids = local_ids(arrived.ids, self._group.rank, self._num_local)
+        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), Way(num_tokens, num_rows)
+
+    def collect(self, partial: Tensor, way: Way) -> Tensor:
+        shares = partial.view(self._group.size, way.num_rows, partial.shape[1])
+        return self._group.reduce_scatter(shares)[: way.num_tokens]

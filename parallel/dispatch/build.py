@@ -1,0 +1,155 @@
+"""From a choice to the dispatchers of a rank: one for each mode in use, and the one that picks by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.parallel.collectives import Group
+from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
+from moe_engine.parallel.dispatch.allgather import AllGather
+from moe_engine.parallel.dispatch.deepep import generation, legacy
+from moe_engine.parallel.dispatch.deepep.expanded import ElasticDispatcher, EPBufferDispatcher
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
+from moe_engine.parallel.dispatch.local import LocalExchange
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Exchange, Layout, Mode, Phase
+from moe_engine.parallel.dispatch.shared_memory import SharedMemory
+from moe_engine.parallel.dispatch.tables import DispatchChoice
+from moe_engine.parallel.dispatch.two_hop import TwoHop
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that share a layer's experts.
+
+    Attributes:
+        experts: all of them, in the order of their experts.
+        node: those of this rank's host; rails: those with this rank's place, one of each host. Needed by two_hop.
+        process_group: torch's own of `experts`; needed by deepep.
+        deep_ep: the library; None imports it.
+    """
+
+    experts: Group
+    node: Group | None = None
+    rails: Group | None = None
+    process_group: Any = None
+    deep_ep: ModuleType | None = None
+
+
+def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:
+    """Collective over `groups.experts`.
+
+    Args:
+        shape: `max_tokens` is the most that a rank brings in any phase.
+        decode_tokens: the most in low latency: its buffers and messages have this size, used or not.
+    """
+    decode_shape = replace(shape, max_tokens=decode_tokens)
+    sizes: dict[Mode, DispatchShape] = {"normal": shape, "low_latency": decode_shape}
+    make = _MAKERS[choice.row.name]
+    wanted = list(dict.fromkeys(choice.modes.values()))
+    made = dict(zip(wanted, make(groups, {mode: sizes[mode] for mode in wanted})))
+    return PhasedDispatcher({phase: made[mode] for phase, mode in choice.modes.items()})
+
+
+class PhasedDispatcher:
+    """The dispatcher of each phase. Every rank of the group must be in the same phase: the step's plan says which."""
+
+    def __init__(self, by_phase: dict[Phase, Dispatcher]) -> None:
+        self._by_phase = by_phase
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, phase: Phase
+    ) -> tuple[ExpertBatch, tuple[Dispatcher, Any]]:
+        """As `Dispatcher.dispatch`, in the mode of the phase."""
+        dispatcher = self._by_phase[phase]
+        batch, handle = dispatcher.dispatch(x, topk_ids, topk_weights)
+        return batch, (dispatcher, handle)
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: tuple[Dispatcher, Any]) -> Tensor:
+        """As `Dispatcher.combine`, with the dispatcher that made the handle."""
+        dispatcher, theirs = handle
+        return dispatcher.combine(rows, topk_weights, theirs)
+
+
+Shapes = dict[Mode, DispatchShape]
+Maker = Callable[[Groups, Shapes], list[Dispatcher]]
+
+
+def _exchanged(make_exchange: Callable[[Groups, DispatchShape, bool], Exchange]) -> Maker:
+    """Dispatchers of our own exchanges: grouped rows in normal mode, padded ones in low latency."""
+
+    def make(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+        made: list[Dispatcher] = []
+        for mode, shape in shapes.items():
+            static, device = mode == "low_latency", groups.experts.device
+            capacity = shape.num_ranks * shape.max_tokens
+            layout: Layout = GroupedLayout(shape.num_local, shape.dtype, device)
+            if static:
+                layout = PaddedLayout(shape.num_local, capacity, shape.dtype, device)
+            made.append(ExchangedDispatcher(shape, make_exchange(groups, shape, static), layout, check=not static))
+        return made
+
+    return make
+
+
+def _all_to_all(group: Group, shape: DispatchShape, static: bool) -> Exchange:
+    return StaticAllToAll(group, shape) if static else VariableAllToAll(group, shape)
+
+
+def _two_hop(groups: Groups, shape: DispatchShape, static: bool) -> Exchange:
+    if groups.node is None or groups.rails is None:
+        raise ValueError("two_hop needs the groups of the node and of the rails")
+    num_nodes = groups.rails.size
+    between = replace(shape, num_ranks=num_nodes)
+    inside = replace(
+        shape,
+        num_ranks=groups.node.size,
+        num_experts=shape.num_experts // num_nodes,
+        max_tokens=shape.max_tokens * num_nodes,
+    )
+    return TwoHop(_all_to_all(groups.rails, between, static), _all_to_all(groups.node, inside, static))
+
+
+def _deepep(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+    """The newest generation that the library offers."""
+    library = groups.deep_ep or generation.load()
+    found = generation.generation_of(library)
+    if found == "Buffer":
+        return _legacy(library, groups, shapes)
+    cls = EPBufferDispatcher if found == "EPBuffer" else ElasticDispatcher
+    made: list[Dispatcher] = []
+    for mode, shape in shapes.items():
+        buffer = cls.make_buffer(library, groups.process_group, shape)
+        made.append(cls(library, buffer, shape, low_latency=mode == "low_latency"))
+    return made
+
+
+def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+    """One buffer for both modes: normal mode cleans up behind itself."""
+    low_latency = shapes.get("low_latency")
+    buffer = legacy.make_buffer(library, groups.process_group, low_latency or shapes["normal"], low_latency is not None)
+    made: list[Dispatcher] = []
+    for mode, shape in shapes.items():
+        if mode == "low_latency":
+            made.append(legacy.LegacyLowLatency(library, buffer, shape))
+            continue
+        exchange = legacy.LegacyExchange(library, buffer, shape, cleans=low_latency)
+        layout = GroupedLayout(shape.num_local, shape.dtype, groups.experts.device)
+        made.append(ExchangedDispatcher(shape, exchange, layout, check=True))
+    return made
+
+
+_MAKERS: dict[str, Maker] = {
+    "local": _exchanged(lambda groups, shape, static: LocalExchange()),
+    "deepep": _deepep,
+    "all_to_all": _exchanged(lambda groups, shape, static: _all_to_all(groups.experts, shape, static)),
+    "allgather": _exchanged(lambda groups, shape, static: AllGather(groups.experts, shape, static)),
+    "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape, static)),
+    "two_hop": _exchanged(_two_hop),
+}

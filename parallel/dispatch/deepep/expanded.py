@@ -1,0 +1,124 @@
+"""DeepEP's second generation, `ElasticBuffer` (2.0, 2.1) and `EPBuffer` (2.5): one class for prefill and decode.
+
+In its expanded form the library brings one row for each (token, local expert), sorted by expert: the `grouped` layout
+as it stands. It sums without weights, so the rows are weighed before they go back. Normal mode waits for the counts;
+low latency returns the worst case of rows at once and keeps the counts on the device.
+Legend: T tokens, H hidden, K choices, El experts of a rank, R ranks, M most tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.parallel.dispatch.payload import decode, encode
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
+from moe_engine.parallel.dispatch.rows import check_choices
+from moe_engine.parallel.dispatch.workspace import Slots
+
+MAX_TOP_K, MAX_EXPERTS, MAX_LOCAL, MAX_RANKS = 32, 2048, 256, 1024
+
+
+def why_not(shape: DispatchShape) -> str | None:
+    """The reason why the library refuses these sizes, or None."""
+    if shape.dtype != torch.bfloat16:
+        return f"combines bfloat16, not {shape.dtype}"
+    if shape.hidden % 256:
+        return f"hidden {shape.hidden} is no multiple of 256"
+    for name, size, most in (
+        ("top-k", shape.top_k, MAX_TOP_K),
+        ("experts", shape.num_experts, MAX_EXPERTS),
+        ("experts of a rank", shape.num_local, MAX_LOCAL),
+        ("ranks", shape.num_ranks, MAX_RANKS),
+    ):
+        if size > most:
+            return f"{size} {name}; at most {most}"
+    return None
+
+
+@dataclass(frozen=True)
+class ExpandedHandle:
+    slot: int
+    topk_weights: Tensor
+    row_weights: Tensor  # float32 [rows]
+    theirs: Any
+
+
+class ExpandedDispatcher:
+    """`Dispatcher` over a buffer of the second generation; what the two classes differ in is left to subclasses."""
+
+    buffer_class = ""
+    dispatch_options: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape, low_latency: bool) -> None:
+        self._buffer = buffer
+        self._shape = shape
+        self._wait = not low_latency
+        self._ids_dtype = deep_ep.topk_idx_t
+        self._slots = Slots()
+
+    @classmethod
+    def make_buffer(cls, deep_ep: ModuleType, process_group: Any, shape: DispatchShape) -> Any:
+        """The buffer of one mode; made before any graph is captured.
+
+        Raises:
+            ValueError: the library cannot serve these sizes.
+        """
+        reason = why_not(shape)
+        if reason:
+            raise ValueError(f"DeepEP's {cls.buffer_class} cannot serve this model: {reason}")
+        return getattr(deep_ep, cls.buffer_class)(
+            process_group,
+            num_max_tokens_per_rank=shape.max_tokens,
+            hidden=shape.hidden,
+            num_topk=shape.top_k,
+            use_fp8_dispatch=shape.fp8,
+        )
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, ExpandedHandle]:
+        if self._wait:
+            check_choices(topk_ids, self._shape.num_experts)
+        slot = self._slots.take()
+        sent = encode(x, topk_ids, topk_weights, self._shape.fp8)
+        received, _, row_weights, theirs, _ = self._buffer.dispatch(
+            sent.data if sent.scales is None else (sent.data, sent.scales),
+            topk_idx=sent.ids.to(self._ids_dtype, copy=True),  # the handle refers to it: it must not change
+            topk_weights=sent.weights,
+            num_experts=self._shape.num_experts,
+            num_max_tokens_per_rank=self._shape.max_tokens,
+            expert_alignment=1,
+            do_cpu_sync=self._wait,
+            do_expand=True,
+            **self.dispatch_options,
+        )
+        data, scales = received if isinstance(received, tuple) else (received, None)
+        rows = decode(Tokens(data, scales, sent.ids, sent.weights), self._shape.dtype)
+        offsets = F.pad(theirs.psum_num_recv_tokens_per_expert, (1, 0))  # alignment 1: groups without gaps
+        return ExpertBatch("grouped", rows, offsets=offsets), ExpandedHandle(slot, topk_weights, row_weights, theirs)
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExpandedHandle) -> Tensor:
+        if topk_weights is not handle.topk_weights:
+            raise ValueError("combine takes the topk_weights that were given to dispatch: they have travelled already")
+        self._slots.give_back(handle.slot)
+        weighted = (rows * handle.row_weights.unsqueeze(1)).to(rows.dtype)
+        out, _, _ = self._buffer.combine(weighted, handle.theirs)
+        return out
+
+
+class ElasticDispatcher(ExpandedDispatcher):
+    """DeepEP 2.0 and 2.1."""
+
+    buffer_class = "ElasticBuffer"
+
+
+class EPBufferDispatcher(ExpandedDispatcher):
+    """DeepEP 2.5: its handles hold the ids by reference and refuse to copy them."""
+
+    buffer_class = "EPBuffer"
+    dispatch_options = {"do_handle_copy": False}  # noqa: RUF012

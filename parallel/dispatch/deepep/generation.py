@@ -1,0 +1,40 @@
+"""Which DeepEP is installed. Versions tell nothing (forks number their own way): the classes do."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Literal
+
+Generation = Literal["EPBuffer", "ElasticBuffer", "Buffer"]
+NEWEST_FIRST: tuple[Generation, ...] = ("EPBuffer", "ElasticBuffer", "Buffer")
+
+
+def generation_of(deep_ep: ModuleType, asked: str = "auto") -> Generation:
+    """The newest generation that the module offers, or the one asked for.
+
+    Raises:
+        ValueError: it does not have it; names what it has.
+    """
+    present = [name for name in NEWEST_FIRST if hasattr(deep_ep, name)]
+    if asked == "auto" and present:
+        return present[0]
+    if asked in present:
+        return NEWEST_FIRST[NEWEST_FIRST.index(asked)]  # type: ignore[arg-type]
+    wanted = "any of " + ", ".join(NEWEST_FIRST) if asked == "auto" else asked
+    raise ValueError(f"{deep_ep.__name__} has no {wanted}; it has {', '.join(present) or 'none of the known classes'}")
+
+
+def load() -> ModuleType:
+    """The installed library."""
+    return importlib.import_module("deep_ep")
+
+
+def why_not(device_kind: str) -> str | None:
+    """The reason why DeepEP cannot serve here, or None; does not import it."""
+    if device_kind != "cuda":
+        return f"DeepEP moves GPU memory; the device is {device_kind}"
+    if importlib.util.find_spec("deep_ep") is None:
+        return "deep_ep is not installed (pip install 'moe-engine[deep-ep]')"
+    return None

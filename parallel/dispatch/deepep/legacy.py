@@ -1,0 +1,156 @@
+"""DeepEP's first generation, `Buffer`: NVLink and NVSHMEM. Signatures as of deep_ep/buffers/legacy.py.
+
+Normal mode is an exchange (rows deduplicated by rank, sums without weights); low latency brings padded rows of its own
+and weighs them itself. Legend: T tokens, H hidden, K choices, E experts, R ranks, El experts of a rank, M most tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.parallel.dispatch.payload import decode
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
+from moe_engine.parallel.dispatch.workspace import Slots
+
+LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+LOW_LATENCY_TOP_K = 11
+QUEUE_DEPTH = 1024  # NVSHMEM_QP_DEPTH as the library sets it
+PRESET_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # counts that the library has a configuration for
+
+
+def why_not_low_latency(shape: DispatchShape) -> str | None:
+    """The reason why the low-latency kernels refuse these sizes, or None."""
+    if shape.dtype != torch.bfloat16:
+        return f"sends bfloat16 or FP8 made of it, not {shape.dtype}"
+    if shape.hidden not in LOW_LATENCY_HIDDEN:
+        return f"hidden {shape.hidden} is not among {LOW_LATENCY_HIDDEN}"
+    if shape.top_k > LOW_LATENCY_TOP_K:
+        return f"top-{shape.top_k} is more than {LOW_LATENCY_TOP_K}"
+    if shape.num_ranks * shape.max_tokens % 4:
+        return f"{shape.num_ranks} ranks x {shape.max_tokens} tokens is no multiple of 4"
+    if 2 * (shape.max_tokens + 1) > QUEUE_DEPTH:
+        return f"{shape.max_tokens} tokens a rank; NVSHMEM's queue of {QUEUE_DEPTH} holds {QUEUE_DEPTH // 2 - 1}"
+    return None
+
+
+def why_not_normal(shape: DispatchShape) -> str | None:
+    """The reason why the normal kernels refuse these sizes, or None."""
+    if shape.dtype != torch.bfloat16:
+        return f"combines bfloat16, not {shape.dtype}"
+    if shape.hidden % (16 if shape.fp8 else 8):
+        return f"hidden {shape.hidden}: rows must be a multiple of 16 bytes"
+    if shape.num_ranks not in PRESET_RANKS:
+        return f"{shape.num_ranks} ranks are not among {PRESET_RANKS}"
+    return None
+
+
+def make_buffer(deep_ep: ModuleType, process_group: Any, shape: DispatchShape, low_latency: bool) -> Any:
+    """A buffer large enough for both modes; made before any graph is captured.
+
+    Raises:
+        ValueError: the library cannot serve these sizes.
+    """
+    reason = why_not_normal(shape) or (why_not_low_latency(shape) if low_latency else None)
+    if reason:
+        raise ValueError(f"DeepEP's Buffer cannot serve this model: {reason}")
+    cls = deep_ep.Buffer
+    row_bytes = shape.hidden * shape.dtype.itemsize
+    nvlink_bytes = rdma_bytes = 0
+    for config in (cls.get_dispatch_config(shape.num_ranks), cls.get_combine_config(shape.num_ranks)):
+        nvlink_bytes = max(nvlink_bytes, config.get_nvl_buffer_size_hint(row_bytes, shape.num_ranks))
+        rdma_bytes = max(rdma_bytes, config.get_rdma_buffer_size_hint(row_bytes, shape.num_ranks))
+    if low_latency:
+        rdma_bytes = max(
+            rdma_bytes,
+            cls.get_low_latency_rdma_size_hint(shape.max_tokens, shape.hidden, shape.num_ranks, shape.num_experts),
+        )
+    return cls(
+        process_group,
+        num_nvl_bytes=-(-nvlink_bytes // 128) * 128,
+        num_rdma_bytes=-(-rdma_bytes // 128) * 128,
+        low_latency_mode=low_latency,
+        num_qps_per_rank=shape.num_local if low_latency else 24,
+    )
+
+
+class LegacyExchange:
+    """Normal mode: an `Exchange`. The host waits for the counts.
+
+    Args:
+        cleans: the shape of the low-latency mode that shares the buffer; it must find it clean.
+    """
+
+    def __init__(
+        self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape, cleans: DispatchShape | None = None
+    ) -> None:
+        self._buffer = buffer
+        self._shape = shape
+        self._cleans = cleans
+        self._ids_dtype = deep_ep.topk_idx_t
+
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Any]:
+        ids = tokens.ids.to(self._ids_dtype)
+        per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(ids, self._shape.num_experts)
+        received, recv_ids, recv_weights, _, way, _ = self._buffer.dispatch(
+            tokens.data if tokens.scales is None else (tokens.data, tokens.scales),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=tokens.weights,
+        )
+        data, scales = received if isinstance(received, tuple) else (received, None)
+        return Tokens(data, scales, recv_ids.to(torch.int32), recv_weights), way
+
+    def collect(self, partial: Tensor, way: Any) -> Tensor:
+        sums, _, _ = self._buffer.combine(partial, way)
+        if self._cleans is not None:
+            shape = self._cleans
+            self._buffer.clean_low_latency_buffer(shape.max_tokens, shape.hidden, shape.num_experts)
+        return sums
+
+
+@dataclass(frozen=True)
+class LowLatencyHandle:
+    slot: int
+    topk_ids: Tensor
+    topk_weights: Tensor
+    theirs: Any
+
+
+class LegacyLowLatency:
+    """Low-latency mode: a `Dispatcher`, padded [El, R * M, H] with counts on the device; the host never waits."""
+
+    def __init__(self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape) -> None:
+        self._buffer = buffer
+        self._shape = shape
+        self._ids_dtype = deep_ep.topk_idx_t
+        self._slots = Slots()
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, LowLatencyHandle]:
+        slot = self._slots.take()
+        ids = topk_ids.to(self._ids_dtype)
+        received, counts, theirs, _, _ = self._buffer.low_latency_dispatch(
+            x, ids, self._shape.max_tokens, self._shape.num_experts, use_fp8=self._shape.fp8
+        )
+        rows = self._in_activation_dtype(*received) if self._shape.fp8 else received
+        return ExpertBatch("padded", rows, counts=counts), LowLatencyHandle(slot, ids, topk_weights, theirs)
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: LowLatencyHandle) -> Tensor:
+        self._slots.give_back(handle.slot)
+        weights = topk_weights.float()
+        out, _, _ = self._buffer.low_latency_combine(rows.contiguous(), handle.topk_ids, weights, handle.theirs)
+        return out
+
+    def _in_activation_dtype(self, data: Tensor, scales: Tensor) -> Tensor:
+        """data e4m3 [El, R * M, H], scales [El, R * M, H / 128] in the column-major strides of the GEMM."""
+        none = data.new_empty(0)
+        flat = Tokens(data.flatten(0, 1), scales.flatten(0, 1), none, none)
+        return decode(flat, self._shape.dtype).view(data.shape)

@@ -1,0 +1,57 @@
+"""The dispatcher made of an exchange between ranks and a layout on this one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.parallel.dispatch.payload import encode
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Exchange, Layout
+from moe_engine.parallel.dispatch.rows import check_choices
+from moe_engine.parallel.dispatch.workspace import Slots
+
+
+@dataclass(frozen=True)
+class ExchangedHandle:
+    """What combine needs of a dispatch."""
+
+    slot: int
+    topk_weights: Tensor  # [T, K] of this rank's tokens
+    weights: Tensor  # [N, K] of the tokens that arrived
+    positions: Tensor  # [N, K] rows of the batch
+    way: Any
+
+
+class ExchangedDispatcher:
+    """`Dispatcher`: the exchange brings tokens, the layout arranges them.
+
+    Args:
+        check: refuse wrong ids before they travel; it waits for the device, so low latency goes without.
+    """
+
+    def __init__(self, shape: DispatchShape, exchange: Exchange, layout: Layout, check: bool) -> None:
+        self._shape = shape
+        self._exchange = exchange
+        self._layout = layout
+        self._check = check
+        self._slots = Slots()
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, ExchangedHandle]:
+        if len(x) > self._shape.max_tokens:
+            raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
+        if self._check:
+            check_choices(topk_ids, self._shape.num_experts)
+        slot = self._slots.take()
+        arrived, way = self._exchange.deliver(encode(x, topk_ids, topk_weights, self._shape.fp8), slot)
+        batch, positions = self._layout.expand(arrived, slot)
+        return batch, ExchangedHandle(slot, topk_weights, arrived.weights, positions, way)
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExchangedHandle) -> Tensor:
+        if topk_weights is not handle.topk_weights:
+            raise ValueError("combine takes the topk_weights that were given to dispatch: they have travelled already")
+        self._slots.give_back(handle.slot)
+        partial = self._layout.reduce(rows, handle.positions, handle.weights)
+        return self._exchange.collect(partial, handle.way)

@@ -1,0 +1,81 @@
+"""Tokens as bytes: FP8 on the wire, and the record that carries a token with its choices.
+
+A record is one row of bytes: data | scales | router weights (float32) | expert ids (int32), padded to 16 bytes, so that
+a token crosses to a rank in one message, whatever its dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+BLOCK = 128  # channels that share a scale
+
+
+def encode(x: Tensor, ids: Tensor, weights: Tensor, fp8: bool) -> Tokens:
+    """x [T, D] with its choices, as it travels."""
+    data, scales = quantize(x) if fp8 else (x, None)
+    return Tokens(data, scales, ids.to(torch.int32), weights.float())
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, D] -> float8_e4m3fn [T, D] and float32 scales [T, D / 128], with x = data * scale."""
+    blocks = x.float().unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(2).clamp_min_(1e-10) / FP8_MAX
+    return (blocks / scales.unsqueeze(2)).to(FP8).flatten(1), scales
+
+
+def decode(tokens: Tokens, dtype: torch.dtype) -> Tensor:
+    """[N, D] in the activation dtype."""
+    if tokens.scales is None:
+        return tokens.data
+    blocks = tokens.data.to(torch.float32).unflatten(1, (-1, BLOCK))
+    return blocks.mul_(tokens.scales.unsqueeze(2)).flatten(1).to(dtype)
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """Where the parts of a token lie in its record, in bytes."""
+
+    data_dtype: torch.dtype
+    hidden: int
+    num_scales: int
+    top_k: int
+
+    @classmethod
+    def of(cls, shape: DispatchShape) -> RecordFormat:
+        num_scales = shape.hidden // BLOCK if shape.fp8 else 0
+        return cls(FP8 if shape.fp8 else shape.dtype, shape.hidden, num_scales, shape.top_k)
+
+    @property
+    def data_bytes(self) -> int:
+        return -(-self.hidden * self.data_dtype.itemsize // 4) * 4
+
+    @property
+    def num_bytes(self) -> int:
+        return -(-(self.data_bytes + 4 * self.num_scales + 8 * self.top_k) // 16) * 16
+
+    def view(self, records: Tensor) -> Tokens:
+        """The parts of uint8 [N, num_bytes] records, as views."""
+        scales_end = self.data_bytes + 4 * self.num_scales
+        weights_end = scales_end + 4 * self.top_k
+        data = records[:, : self.hidden * self.data_dtype.itemsize].view(self.data_dtype)
+        scales = records[:, self.data_bytes : scales_end].view(torch.float32) if self.num_scales else None
+        weights = records[:, scales_end:weights_end].view(torch.float32)
+        ids = records[:, weights_end : weights_end + 4 * self.top_k].view(torch.int32)
+        return Tokens(data, scales, ids, weights)
+
+    def write(self, tokens: Tokens, records: Tensor) -> None:
+        """Packs tokens into as many records."""
+        into = self.view(records)
+        into.data.copy_(tokens.data)
+        into.weights.copy_(tokens.weights)
+        into.ids.copy_(tokens.ids)
+        if into.scales is not None and tokens.scales is not None:
+            into.scales.copy_(tokens.scales)

@@ -1,0 +1,83 @@
+"""Rows gathered and summed: what every dispatcher does on its own rank.
+
+`F.embedding_bag` is torch's fused gather, scale and sum: one pass, float32 sums, and it reads only rows it is told of.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+    """rows [M, D], positions int64 [N, S] (-1: none), weights float32 [N, S] -> [N, D] in rows' dtype.
+
+    Reads only named rows; the number of positions is found on the host, which waits for the device.
+    """
+    valid = positions >= 0
+    ends = valid.sum(1).cumsum(0)
+    offsets = F.pad(ends, (1, 0))
+    chosen = positions[valid]
+    if weights is None:
+        return F.embedding_bag(chosen, rows, offsets, mode="sum", include_last_offset=True)
+    if rows.dtype == torch.float32:
+        return F.embedding_bag(
+            chosen, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=weights[valid]
+        )
+    # The weights must have the rows' dtype: name each row twice, with the weight's high and low half.
+    halves = _halves(weights[valid], rows.dtype).flatten()
+    return F.embedding_bag(
+        chosen.repeat_interleave(2), rows, offsets * 2, mode="sum", include_last_offset=True, per_sample_weights=halves
+    )
+
+
+def sum_rows_static(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The same with shapes that depend on no value, so that the host never waits: fit for a captured graph.
+
+    A missing position reads another row of the token with weight 0, never a row that may hold anything.
+    """
+    valid = positions >= 0
+    some = positions.amax(1, keepdim=True)  # a row that this token has
+    chosen = torch.where(valid, positions, some).clamp_min_(0)
+    scale = valid.to(rows.dtype) if weights is None else weights * valid
+    if weights is not None and rows.dtype != torch.float32:
+        chosen = chosen.repeat_interleave(2, dim=1)
+        scale = _halves(scale, rows.dtype).flatten(1)
+    sums = F.embedding_bag(chosen, rows, mode="sum", per_sample_weights=scale)
+    return sums.masked_fill_(some < 0, 0)
+
+
+def _halves(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [...] -> [..., 2] whose sum is the weight to twice the dtype's precision."""
+    high = weights.to(dtype)
+    return torch.stack((high, (weights - high.float()).to(dtype)), dim=-1)
+
+
+def owner_mask(ids: Tensor, num_local: int, num_ranks: int) -> Tensor:
+    """Physical ids [T, K] -> bool [T, R]: whether a rank holds any expert of the token. -1 belongs to nobody."""
+    ranks = torch.arange(num_ranks, dtype=ids.dtype, device=ids.device)
+    return ((ids // num_local).unsqueeze(2) == ranks).any(1)
+
+
+def local_ids(ids: Tensor, rank: int, num_local: int) -> Tensor:
+    """Physical ids -> counted from the rank's first expert, -1 where another rank holds it."""
+    return torch.where(ids // num_local == rank, ids % num_local, -1)
+
+
+def check_choices(ids: Tensor, num_experts: int) -> None:
+    """Refuses what no router should produce. Waits for the device.
+
+    Raises:
+        ValueError: an id outside -1..num_experts-1, or an expert named twice by one token.
+    """
+    if not ids.numel():
+        return
+    ordered = ids.sort(dim=1).values
+    lowest, highest = ordered.aminmax()
+    if lowest < -1 or highest >= num_experts:
+        raise ValueError(f"topk_ids holds an expert outside 0..{num_experts - 1}")
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        token = int(twice.any(1).nonzero()[0])
+        raise ValueError(f"token {token} names an expert twice: {ids[token].tolist()}")

@@ -1,0 +1,120 @@
+"""Memory that the ranks of one host share, with flags to wait on.
+
+The file has no name left once all ranks have opened it, so nothing stays behind after a crash. Each rank holds a lock
+on its byte of the file; the kernel lets go of it when the rank dies, and whoever waits for that rank learns it at once.
+Flags are plain 8-byte stores: x86-64 shows them to other cores in the order of the program.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import tempfile
+import time
+import weakref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.parallel.collectives import Group, PeerLost
+
+FOLDER = "/dev/shm"
+LINE = 64  # bytes of a cache line: one flag each
+SPIN_S = 0.002  # how long a wait only yields before it sleeps between looks
+SLEEP_S = 0.0001
+ALIVE_EVERY = 64  # looks at sleep between two questions whether the peers live
+
+
+def why_not() -> str | None:
+    """The reason why ranks of this host cannot share memory, or None."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"needs x86-64, whose cores see stores in order; this is {platform.machine()}"
+    if not os.access(FOLDER, os.W_OK):
+        return f"{FOLDER} cannot be written"
+    return None
+
+
+class SharedSegment:
+    """`num_bytes` of zeroed memory common to the group, and `num_flags` counters for each rank.
+
+    Collective to make. Pages cost memory only once they are touched.
+
+    Raises:
+        OSError: the shared memory is too small for it, or the ranks are on different hosts.
+    """
+
+    def __init__(self, group: Group, num_bytes: int, num_flags: int) -> None:
+        self._group = group
+        head_bytes = -(-num_flags * group.size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._file = _open_common(group, head_bytes + num_bytes)
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, group.rank)
+        weakref.finalize(self, os.close, self._file)
+        memory = mmap.mmap(self._file, head_bytes + num_bytes)
+        words = np.frombuffer(memory, dtype=np.int64, count=head_bytes // 8)
+        self._flags = words[: num_flags * group.size * LINE // 8 : LINE // 8].reshape(num_flags, group.size)
+        self.bytes: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=head_bytes, count=num_bytes)
+        group.barrier()  # nobody waits for a rank that has not locked its byte yet
+
+    def raise_flag(self, flag: int, value: int) -> None:
+        """Tells the others that this rank has come to `value`; what it wrote before is visible to who sees it."""
+        self._flags[flag, self._group.rank] = value
+
+    def wait(self, flag: int, value: int, operation: str) -> None:
+        """Returns when every rank has raised the flag to `value`.
+
+        Raises:
+            PeerLost: a rank is dead, or the group's timeout is over; names the ranks.
+        """
+        flags = self._flags[flag]
+        start = time.perf_counter()
+        looks = 0
+        while flags.min() < value:
+            waited = time.perf_counter() - start
+            if waited < SPIN_S:
+                os.sched_yield()
+                continue
+            looks += 1
+            if looks % ALIVE_EVERY == 0:
+                self._check_peers(flags, value, operation, waited)
+            time.sleep(SLEEP_S)
+
+    def _check_peers(self, flags: np.ndarray, value: int, operation: str, waited: float) -> None:
+        late = [int(rank) for rank in (flags < value).nonzero()[0]]
+        dead = [rank for rank in late if not self._is_alive(rank)]
+        if dead:
+            raise PeerLost(f"{operation} on rank {self._group.rank}: ranks {dead} have died")
+        if waited > self._group.timeout_s:
+            raise PeerLost(f"{operation} on rank {self._group.rank}: ranks {late} did not come in {waited:.1f} s")
+
+    def _is_alive(self, rank: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+        return False
+
+
+def _open_common(group: Group, num_bytes: int) -> int:
+    """The same unnamed file on every rank of the group."""
+    name = torch.zeros(256, dtype=torch.uint8, device=group.device)
+    file = -1
+    if group.rank == 0:
+        file, path = tempfile.mkstemp(prefix="moe-engine-", dir=FOLDER)
+        os.ftruncate(file, num_bytes)
+        name[: len(path)] = torch.tensor(list(path.encode()), dtype=torch.uint8)
+    group.broadcast(name, source=0)
+    path = bytes(name.tolist()).rstrip(b"\0").decode()
+    try:
+        if file < 0 and os.path.exists(path):
+            file = os.open(path, os.O_RDWR)
+        missing = sum(group.exchange_ints([int(file < 0)] * group.size))
+    finally:
+        if group.rank == 0:
+            os.unlink(path)
+    if missing:
+        raise OSError(f"{missing} ranks do not see {path}: shared memory joins ranks of one host")
+    return file

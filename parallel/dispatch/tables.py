@@ -1,0 +1,126 @@
+"""Every way to dispatch, why one cannot serve, and which mode a phase of the engine uses.
+
+Adding a backend is one adapter file, one row here and one maker in `build.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moe_engine.parallel.dispatch import shared_segment
+from moe_engine.parallel.dispatch.deepep import why_not as deepep_why_not
+from moe_engine.parallel.dispatch.protocol import Mode, Phase
+
+MODES: tuple[Mode, ...] = ("normal", "low_latency")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the choice depends on.
+
+    Attributes:
+        device_kind: ``cpu`` or ``cuda``.
+        num_ranks: of the expert-parallel group.
+        num_nodes: hosts they stand on; ranks are numbered host by host.
+    """
+
+    device_kind: str
+    num_ranks: int
+    num_nodes: int = 1
+
+
+@dataclass(frozen=True)
+class DispatchRow:
+    """One backend. `why_not` returns the reason for a refusal, or None; it must import no vendor library."""
+
+    name: str
+    modes: tuple[Mode, ...]
+    preference: int
+    why_not: Callable[[Place], str | None]
+
+
+@dataclass(frozen=True)
+class DispatchChoice:
+    """The backend and the mode of each phase, why, and why each other was not taken."""
+
+    row: DispatchRow
+    modes: dict[Phase, Mode]
+    reason: str
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def _local(place: Place) -> str | None:
+    return None if place.num_ranks == 1 else f"the experts stand on {place.num_ranks} ranks"
+
+
+def _many(place: Place) -> str | None:
+    return "there is one rank" if place.num_ranks == 1 else None
+
+
+def _shared_memory(place: Place) -> str | None:
+    if place.device_kind != "cpu":
+        return f"is memory of the host; the device is {place.device_kind}"
+    if place.num_nodes > 1:
+        return f"joins ranks of one host; there are {place.num_nodes} nodes"
+    return _many(place) or shared_segment.why_not()
+
+
+def _deepep(place: Place) -> str | None:
+    return _many(place) or deepep_why_not(place.device_kind)
+
+
+def _two_hop(place: Place) -> str | None:
+    if place.num_nodes == 1:
+        return "there is one node"
+    if place.num_ranks % place.num_nodes:
+        return f"{place.num_ranks} ranks do not stand evenly on {place.num_nodes} nodes"
+    return "every node has one rank" if place.num_ranks == place.num_nodes else None
+
+
+ROWS = [
+    DispatchRow("local", ("normal",), 50, _local),
+    DispatchRow("deepep", MODES, 40, _deepep),
+    DispatchRow("shared_memory", MODES, 30, _shared_memory),
+    DispatchRow("two_hop", MODES, 20, _two_hop),
+    DispatchRow("all_to_all", MODES, 10, _many),
+    DispatchRow("allgather", MODES, 0, _many),
+]
+
+
+def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchChoice:
+    """The backend asked for, or the most preferred that can serve; `mode` auto: low latency for decode alone.
+
+    Raises:
+        ValueError: the backend or mode asked for is unknown or cannot serve here; with the reason.
+    """
+    by_name = {row.name: row for row in ROWS}
+    refusals = {row.name: row.why_not(place) or _lacks(row, mode) for row in ROWS}
+    if asked == "auto":
+        able = sorted((row for row in ROWS if refusals[row.name] is None), key=lambda row: -row.preference)
+        if not able:
+            raise ValueError("no dispatch backend can serve: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
+        row, reason = able[0], f"most preferred of {len(able)} that can serve"
+    elif asked not in by_name:
+        raise ValueError(f"unknown dispatch backend {asked!r}; known: {', '.join(by_name)}")
+    elif refusals[asked]:
+        raise ValueError(f"dispatch backend {asked!r} cannot serve here: {refusals[asked]}")
+    else:
+        row, reason = by_name[asked], "asked for"
+    left_over = "not asked for" if asked != "auto" else f"less preferred than {row.name}"
+    others = {name: why or left_over for name, why in refusals.items() if name != row.name}
+    return DispatchChoice(row, _modes(row, mode), reason, others)
+
+
+def _lacks(row: DispatchRow, mode: str) -> str | None:
+    if mode not in ("auto", *MODES):
+        raise ValueError(f"unknown dispatch mode {mode!r}; known: auto, {', '.join(MODES)}")
+    return None if mode == "auto" or mode in row.modes else f"has no {mode} mode"
+
+
+def _modes(row: DispatchRow, mode: str) -> dict[Phase, Mode]:
+    fast: Mode = "low_latency" if "low_latency" in row.modes else "normal"
+    if mode == "auto":
+        return {"prefill": "normal", "decode": fast}
+    one: Mode = "normal" if mode == "normal" else "low_latency"
+    return {"prefill": one, "decode": one}

@@ -1,0 +1,138 @@
+"""combine(dispatch(x)) through toy experts equals the dense formula in float64, for every backend, mode and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from moe_engine.parallel.dispatch.tables import MODES
+from tests.parallel.ranks import Ranks
+from tests.parallel.routings import Routing, dense, routings
+from tests.parallel.worlds import DTYPES, Outcome, Setup, run_interleaved, run_phases, run_routing
+
+LOCAL_AND_TOP_K = [(1, 1), (2, 3), (4, 8), (3, 2)]
+OURS = ("all_to_all", "allgather", "shared_memory")
+EXAMPLES = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+def setups_of(backends: tuple[str, ...], num_nodes: int = 1) -> list[Setup]:
+    kinds = (("float32", False), ("bfloat16", False), ("bfloat16", True), ("float32", True))
+    return [Setup(b, m, dtype, fp8, num_nodes=num_nodes) for b in backends for m in MODES for dtype, fp8 in kinds]
+
+
+def deepep_setups() -> list[Setup]:
+    """The first generation's low latency takes few hidden sizes."""
+    return [
+        Setup("deepep", mode, "bfloat16", fp8, 2048, library=library)
+        for library in ("Buffer", "ElasticBuffer", "EPBuffer")
+        for mode in MODES
+        for fp8 in (False, True)
+    ]
+
+
+class World:
+    """Ranks that are started again after a failure, so that hypothesis can go on."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._ranks: Ranks | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        if self._ranks is None or not self._ranks.alive:
+            self._ranks = Ranks(self.n)
+        return self._ranks
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    made = World(4)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    made = World(2)
+    yield made
+    made.close()
+
+
+def check(setup: Setup, routing: Routing, outcomes: list[Outcome]) -> None:
+    """Rows are conserved, and every value is within its dtype's rounding of the dense sum."""
+    rows = [count for outcome in outcomes for count in outcome.rows_of_experts]
+    assert rows == routing.rows_of_experts(), setup
+    for rank, outcome in enumerate(outcomes):
+        x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
+        total, magnitude, fp8_error = dense(x, ids, weights)
+        assert outcome.out.shape == x.shape and outcome.out.dtype == x.dtype, setup
+        # bfloat16: an expert's row, a partial sum and the result are rounded, by 1/256 of themselves at most
+        allowed = magnitude * (1e-5 if setup.dtype == "float32" else 3 / 256) + (fp8_error * 1.01 if setup.fp8 else 0)
+        error = (outcome.out.double() - total).abs()
+        assert bool((error <= allowed + 1e-30).all()), (setup, rank, float((error - allowed).max()))
+
+
+def check_all(world: World, setups: list[Setup], routing: Routing) -> None:
+    of_ranks = world.ranks.call(run_routing, setups, routing)
+    for number, setup in enumerate(setups):
+        check(setup, routing, [outcomes[number] for outcomes in of_ranks])
+
+
+def test_any_routing(world: World) -> None:
+    @settings(EXAMPLES, max_examples=12 if world.n < 8 else 4)
+    @given(routing=routings(world.n, LOCAL_AND_TOP_K))
+    def run(routing: Routing) -> None:
+        check_all(world, setups_of(OURS), routing)
+
+    run()
+
+
+@EXAMPLES
+@given(routing=routings(4, LOCAL_AND_TOP_K))
+def test_any_routing_through_nodes(four: World, routing: Routing) -> None:
+    check_all(four, setups_of(("two_hop",), num_nodes=2), routing)
+
+
+@EXAMPLES
+@given(routing=routings(2, LOCAL_AND_TOP_K))
+def test_any_routing_through_deepep(two: World, routing: Routing) -> None:
+    check_all(two, deepep_setups(), routing)
+
+
+@EXAMPLES
+@given(first=routings(2, [(2, 3)]), second=routings(2, [(2, 3)]))
+def test_two_results_may_be_alive(two: World, first: Routing, second: Routing) -> None:
+    for setup in [*setups_of(OURS)[::2], *deepep_setups()[::2]]:
+        of_ranks = two.ranks.call(run_interleaved, setup, first, second)
+        check(setup, first, [outcomes[0] for outcomes in of_ranks])
+        check(setup, second, [outcomes[1] for outcomes in of_ranks])
+
+
+@EXAMPLES
+@given(routing=routings(2, [(2, 3)]))
+def test_phases_take_turns(two: World, routing: Routing) -> None:
+    """The modes of a backend do not disturb each other, nor what they share (DeepEP's first buffer)."""
+    for setup in [*setups_of(OURS)[::8], *deepep_setups()[::4]]:
+        of_ranks = two.ranks.call(run_phases, setup, routing)
+        for turn in zip(*of_ranks):
+            check(setup, routing, list(turn))
+
+
+def test_no_token_anywhere(world: World) -> None:
+    routing = Routing(1, 2 * world.n, 3 if world.n > 1 else 1, ((),) * world.n)
+    for outcomes in world.ranks.call(run_routing, setups_of(OURS), routing):
+        assert all(outcome.out.shape == torch.Size((0, 128)) for outcome in outcomes)

@@ -1,0 +1,237 @@
+"""What a rank does in the dispatch tests: makes dispatchers once, and runs toy experts between dispatch and combine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.parallel.collectives import DistributedGroup, PeerLost
+from moe_engine.parallel.dispatch.build import Groups, build
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Mode, Phase
+from moe_engine.parallel.dispatch.shared_segment import SharedSegment
+from moe_engine.parallel.dispatch.tables import ROWS, DispatchChoice, DispatchRow
+from tests.parallel import deepep_emulator
+from tests.parallel.routings import MAX_TOKENS, Routing, toy_expert
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to dispatch. `library` names the emulated DeepEP generation; `num_nodes` splits the ranks."""
+
+    backend: str
+    mode: Mode
+    dtype: str = "float32"
+    fp8: bool = False
+    hidden: int = 128
+    num_nodes: int = 1
+    library: str = ""
+
+
+@dataclass
+class Outcome:
+    """One rank's result: combine's [T, D], and the rows that each of its experts got."""
+
+    out: Tensor
+    rows_of_experts: list[int]
+
+
+made: dict[Any, Any] = {}  # of this rank's process: groups and dispatchers, made once
+sent: list[tuple[str, str, list[int]]] = []  # (group, operation, bytes to each of its ranks)
+
+
+def groups_of(num_nodes: int, library: str) -> Groups:
+    """This rank's groups, which note what they send. Collective over the world on the first call."""
+    key = ("groups", num_nodes, library)
+    if key in made:
+        return made[key]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    per_node = world // num_nodes
+    nodes = [list(range(node * per_node, (node + 1) * per_node)) for node in range(num_nodes)]
+    rails = [list(range(place, world, per_node)) for place in range(per_node)]
+
+    def mine(name: str, lists: list[list[int]]) -> DistributedGroup:
+        found = [(ranks, dist.new_group(ranks)) for ranks in lists]
+        process_group = next(group for ranks, group in found if rank in ranks)
+        return DistributedGroup(process_group, TIMEOUT_S, observe=lambda what, size: sent.append((name, what, size)))
+
+    experts = mine("experts", [list(range(world))])
+    module = deepep_emulator.module(getattr(deepep_emulator, library)) if library else None
+    made[key] = Groups(experts, mine("node", nodes), mine("rails", rails), dist.new_group(), module)
+    return made[key]
+
+
+def shape_of(setup: Setup, num_experts: int, top_k: int) -> DispatchShape:
+    num_ranks, dtype = dist.get_world_size(), DTYPES[setup.dtype]
+    return DispatchShape(num_experts, num_ranks, top_k, setup.hidden, MAX_TOKENS, dtype, setup.fp8)
+
+
+def row_of(name: str) -> DispatchRow:
+    return next(row for row in ROWS if row.name == name)
+
+
+def dispatcher_of(setup: Setup, num_experts: int, top_k: int) -> Any:
+    key = (setup, num_experts, top_k)
+    if key not in made:
+        choice = DispatchChoice(row_of(setup.backend), {"decode": setup.mode}, "a test's")
+        shape = shape_of(setup, num_experts, top_k)
+        made[key] = build(choice, shape, MAX_TOKENS, groups_of(setup.num_nodes, setup.library))
+    return made[key]
+
+
+def run_experts(batch: ExpertBatch, first: int) -> tuple[Tensor, list[int]]:
+    """Toy experts on the rows that count; every other row, in and out, becomes NaN."""
+    out = torch.full_like(batch.x, float("nan"))
+    if batch.layout == "grouped":
+        assert batch.offsets is not None and batch.offsets.dtype == torch.int32
+        spans = list(pairwise(batch.offsets.tolist()))
+        for e, (start, stop) in enumerate(spans):
+            out[start:stop] = toy_expert(batch.x[start:stop].float(), first + e).to(out.dtype)
+        batch.x[spans[-1][1] :] = float("nan")
+        return out, [stop - start for start, stop in spans]
+    assert batch.counts is not None and batch.counts.dtype == torch.int32
+    counts = batch.counts.tolist()
+    for e, valid in enumerate(counts):
+        batch.x[e, valid:] = float("nan")
+        out[e, :valid] = toy_expert(batch.x[e, :valid].float(), first + e).to(out.dtype)
+    return out, counts
+
+
+def run_routing(rank: int, setups: list[Setup], routing: Routing) -> list[Outcome]:
+    """Dispatch, toy experts, combine: once through every setup."""
+    outcomes = []
+    for setup in setups:
+        dispatcher = dispatcher_of(setup, routing.num_experts, routing.top_k)
+        x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
+        batch, handle = dispatcher.dispatch(x, ids, weights, "decode")
+        rows, counts = run_experts(batch, rank * routing.num_experts // dist.get_world_size())
+        outcomes.append(Outcome(dispatcher.combine(rows, weights, handle), counts))
+    return outcomes
+
+
+def run_phases(rank: int, setup: Setup, routing: Routing) -> list[Outcome]:
+    """Prefill and decode in turn on a dispatcher that has both modes; `setup.mode` does not matter."""
+    key = ("phases", setup, routing.num_experts, routing.top_k)
+    if key not in made:
+        choice = DispatchChoice(row_of(setup.backend), {"prefill": "normal", "decode": "low_latency"}, "a test's")
+        shape = shape_of(setup, routing.num_experts, routing.top_k)
+        made[key] = build(choice, shape, MAX_TOKENS, groups_of(setup.num_nodes, setup.library))
+    x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
+    phases: tuple[Phase, ...] = ("prefill", "decode", "decode", "prefill", "decode")
+    outcomes = []
+    for phase in phases:
+        batch, handle = made[key].dispatch(x, ids, weights, phase)
+        rows, counts = run_experts(batch, rank * routing.num_experts // dist.get_world_size())
+        outcomes.append(Outcome(made[key].combine(rows, weights, handle), counts))
+    return outcomes
+
+
+def run_interleaved(rank: int, setup: Setup, first: Routing, second: Routing) -> tuple[Outcome, Outcome]:
+    """Two live results, combined in the order of dispatch; a third dispatch must be refused."""
+    dispatcher = dispatcher_of(setup, first.num_experts, first.top_k)
+    live = []
+    for routing in (first, second):
+        x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
+        live.append((dispatcher.dispatch(x, ids, weights, "decode"), weights))
+    try:
+        dispatcher.dispatch(x, ids, weights, "decode")
+    except RuntimeError as error:
+        assert "alive" in str(error)
+    else:
+        raise AssertionError("a third live result")
+    outcomes = []
+    for (batch, handle), weights in live:
+        rows, counts = run_experts(batch, rank * first.num_experts // dist.get_world_size())
+        outcomes.append(Outcome(dispatcher.combine(rows, weights, handle), counts))
+    return outcomes[0], outcomes[1]
+
+
+def run_counted(rank: int, setup: Setup, routing: Routing) -> list[tuple[str, str, list[int]]]:
+    """What this rank's groups sent during one dispatch and combine."""
+    dispatcher_of(setup, routing.num_experts, routing.top_k)
+    sent.clear()
+    run_routing(rank, [setup], routing)
+    return list(sent)
+
+
+def run_until_broken(rank: int, backend: str, timeout_s: float, going: str) -> tuple[str, float]:
+    """Dispatches for ever, on a group of its own; returns the error that ends it, and the seconds of its last call.
+
+    Rank 0 makes the file `going` when all have dispatched a few times.
+    """
+    group = DistributedGroup(dist.new_group(timeout=timedelta(seconds=timeout_s)), timeout_s)
+    shape = DispatchShape(2 * group.size, group.size, 2, 128, MAX_TOKENS, torch.float32)
+    choice = DispatchChoice(row_of(backend), {"decode": "low_latency"}, "a test's")
+    dispatcher = build(choice, shape, MAX_TOKENS, Groups(group))
+    x, ids, weights = torch.ones(2, 128), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
+    for number in count():
+        if rank == 0 and number == 5:
+            Path(going).touch()
+        start = time.monotonic()
+        try:
+            batch, handle = dispatcher.dispatch(x, ids, weights, "decode")
+            dispatcher.combine(batch.x, weights, handle)
+        except PeerLost as error:
+            return str(error), time.monotonic() - start
+    raise AssertionError
+
+
+def sleep(rank: int, sleeper: int, seconds: float) -> int:
+    if rank == sleeper:
+        time.sleep(seconds)
+    return rank
+
+
+def fail(rank: int, culprit: int) -> None:
+    if rank == culprit:
+        raise ValueError(f"rank {rank} fails on purpose")
+
+
+def die(rank: int, culprit: int) -> None:
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def join_shared_segment(rank: int) -> list[int]:
+    """What each rank wrote, as this one sees it; and that no name is left."""
+    group = DistributedGroup(dist.group.WORLD, TIMEOUT_S)
+    segment = SharedSegment(group, 4096, num_flags=1)
+    words = segment.bytes.view(torch.int64)
+    words[rank] = 100 + rank
+    segment.raise_flag(0, 1)
+    segment.wait(0, 1, "a test")
+    group.barrier()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/moe-engine-" in line]
+    assert mapped and all(line.endswith("(deleted)") for line in mapped), mapped
+    return words[: group.size].tolist()
+
+
+def group_operations(rank: int) -> dict[str, Any]:
+    """One of each of `Group`'s operations."""
+    group = DistributedGroup(dist.group.WORLD, TIMEOUT_S)
+    size = group.size
+    x = torch.full((sum(range(size)) + size, 3), float(rank)).to(torch.float8_e4m3fn)
+    sent = [to + 1 for to in range(size)]
+    received = [rank + 1] * size
+    out = torch.empty(sum(received), 3, dtype=x.dtype)
+    group.all_to_all(out, x[: sum(sent)], received, sent)
+    return {
+        "ints": group.exchange_ints([10 * rank + to for to in range(size)]),
+        "all_to_all": out.float()[:, 0].tolist(),
+        "all_gather": group.all_gather(torch.tensor([rank, -rank])).tolist(),
+        "reduce_scatter": group.reduce_scatter(torch.full((size, 2), float(rank))).tolist(),
+        "broadcast": group.broadcast(torch.full((2,), rank), source=size - 1).tolist(),
+    }
