@@ -50,7 +50,13 @@ VENDORS = {"triton", "flashinfer", "flash_mla", "flash_attn", "deep_ep", "deep_g
 # files that may look at the accelerator, at a device's kind, at the environment: keep these lists short
 TOUCHES_CUDA = {"kernels/device.py", "moe_engine/config/machine.py", "moe_engine/worker/device_stream.py"}
 TESTS_DEVICE_TYPE = {"moe_engine/worker/device_stream.py"}
-READS_ENVIRONMENT = {"kernels/cpu/library.py", "moe_engine/config/doctor.py", "moe_engine/engine/core_main.py"}
+READS_ENVIRONMENT = {
+    "kernels/cpu/library.py",
+    "moe_engine/config/doctor.py",
+    "moe_engine/engine/core_main.py",
+    "moe_engine/engine/rank_main.py",
+    "moe_engine/engine/rank_world.py",
+}
 
 
 def package_of(path: str) -> str:

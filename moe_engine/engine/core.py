@@ -20,7 +20,7 @@ import msgspec
 from moe_engine.engine import messages
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.engine.status_board import StatusBoard
-from moe_engine.errors import InputError
+from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_DRAIN, Scheduler
 from moe_engine.types import FinishReason, LogprobSpec, Request, SamplingParams, StepPlan, StepResult, TokenLogprob
@@ -65,7 +65,9 @@ class EngineCore:
         overlap: bool = True,
         random_seed: int = 0,
         worker_stats: Callable[[], dict[str, Any]] = dict,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """Args: check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost."""
         self._scheduler = scheduler
         self._worker = worker
         self._port = port
@@ -75,6 +77,7 @@ class EngineCore:
         self._overlap = overlap
         self._seeds = random.Random(random_seed)
         self._worker_stats = worker_stats
+        self._check = check
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
         self._failures = 0
@@ -83,8 +86,16 @@ class EngineCore:
         self._board_written = 0.0
 
     def run(self) -> None:
-        """Serves until a `Shutdown`; raises what makes it impossible to go on."""
+        """Serves until a `Shutdown`; raises what makes it impossible to go on, after the requests were told."""
+        try:
+            self._loop()
+        except EngineDeadError as error:
+            self._publish(self._scheduler.fail_all(str(error)))
+            raise
+
+    def _loop(self) -> None:
         while True:
+            self._check()
             idle = self._in_flight is None and self._scheduler.is_idle()
             if idle and self._stopping:
                 return
@@ -119,6 +130,8 @@ class EngineCore:
         self._in_flight = None
         try:
             result = future.result()
+        except EngineDeadError:
+            raise
         except Exception as error:
             self._step_failed(plan, error)
             return

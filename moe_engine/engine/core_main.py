@@ -20,13 +20,14 @@ from moe_engine import logs
 from moe_engine.config.machine import probe_machine
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine import messages
-from moe_engine.engine.core import EngineCore
+from moe_engine.engine.core import EngineCore, StepWorker
 from moe_engine.engine.core_process import CoreSpec
 from moe_engine.engine.process import read_spec
+from moe_engine.engine.rank_leader import RankGroup
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_port import ZmqPort
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.models import registry
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
@@ -48,27 +49,46 @@ def main() -> int:
     logs.setup_logging(config.logging.log_level)
     ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     ready.connect(spec.ready_address)
+    group: RankGroup | None = None
     try:
-        core, port, info = _build(spec)
+        if spec.ranks is not None:
+            tag = spec.ranks.places[0].name
+            logs.setup_logging(config.logging.log_level, tag)
+            group = RankGroup(config, spec.ranks, spec.board_path.parent, config.logging.log_level)
+        core, port, info = _build(spec, group)
     except Exception as error:
         kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
         text = str(error) if isinstance(error, ConfigError) else f"engine core failed to start: {kind}: {error}"
-        ready.send(messages.encode(messages.CoreFailed(text, kind, traceback.format_exc())))
+        ready.send(messages.encode(messages.CoreFailed(text, kind, _details(error))))
         ready.close(5000)
-        return 1
+        return _leave(group, 1)
     ready.send(messages.encode(messages.CoreReady(info)))
     ready.close(5000)
     # What start-up left behind lives as long as the process: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()
-    return _serve(core, port)
+    return _leave(group, _serve(core, port))
+
+
+def _leave(group: RankGroup | None, code: int) -> int:
+    """Ends the followers, if there are any, and this process with them: a thread may hang in a lost collective."""
+    if group is None:
+        return code
+    group.close()
+    zmq.Context.instance().destroy(1000)
+    os._exit(code)
+
+
+def _details(error: Exception) -> str:
+    """The traceback, but of a lost rank: what happened, happened elsewhere."""
+    return "" if isinstance(error, EngineDeadError) else "".join(traceback.format_exception(error))
 
 
 def _serve(core: EngineCore, port: ZmqPort) -> int:
     try:
         core.run()
     except Exception as error:
-        logger.error("engine core stops: %s\n%s", error, traceback.format_exc())
+        logger.error("engine core stops: %s\n%s", error, _details(error))
         port.send(messages.CoreFailed(f"{type(error).__name__}: {error}"))
         port.close()
         return 1
@@ -76,13 +96,17 @@ def _serve(core: EngineCore, port: ZmqPort) -> int:
     return 0
 
 
-def _build(spec: CoreSpec) -> tuple[EngineCore, ZmqPort, dict[str, Any]]:
+def _build(spec: CoreSpec, group: RankGroup | None) -> tuple[EngineCore, ZmqPort, dict[str, Any]]:
     config: ResolvedConfig = spec.config
     sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
     for architecture in spec.outside_models:
         registry.register(*architecture)
     board = StatusBoard(spec.board_path)
-    worker = _make_worker(config)
+    driver: StepWorker
+    if group is None:
+        driver = worker = _make_worker(config)
+    else:
+        driver, worker = group.start()
     logger.info(
         "%s",
         logs.startup_line(
@@ -98,7 +122,7 @@ def _build(spec: CoreSpec) -> tuple[EngineCore, ZmqPort, dict[str, Any]]:
     port = ZmqPort(spec.to_core_address, spec.from_core_address)
     core = EngineCore(
         Scheduler(scheduler_config(config)),
-        worker,
+        driver,
         port,
         board,
         StepReporter(config.logging.decode_log_interval),
@@ -106,6 +130,7 @@ def _build(spec: CoreSpec) -> tuple[EngineCore, ZmqPort, dict[str, Any]]:
         overlap=not config.scheduling.disable_overlap_schedule,
         random_seed=config.random_seed,
         worker_stats=lambda: {"weight_bytes": info["weight_bytes"], "kv_bytes": info["kv_bytes"]},
+        check=group.check if group is not None else lambda: None,
     )
     board.write(ready=1, last_turn=time.monotonic())
     return core, port, info

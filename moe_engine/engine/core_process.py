@@ -17,6 +17,7 @@ import zmq
 
 from moe_engine.engine import messages
 from moe_engine.engine.process import ChildProcess
+from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import ConfigError, EngineDeadError
@@ -40,12 +41,14 @@ class CoreSpec:
     """Architectures the user registered in the parent, as `models.registry.register` takes them."""
     import_path: list[str]
     """The parent's sys.path, where their modules are found."""
+    ranks: RankGroupOptions | None = None
+    """Of the ranks that the core leads; None where it is alone."""
 
 
 class CoreProcess:
     """Starts a core and watches it. `dead` is None or a sentence naming the process and how it ended."""
 
-    def __init__(self, config: Any, *, name: str = "engine core") -> None:
+    def __init__(self, config: Any, *, name: str = "engine core", ranks: RankGroupOptions | None = None) -> None:
         self._folder = RunFolder()
         folder = self._folder.path
         self.to_core_address = f"ipc://{folder}/to-core"
@@ -67,6 +70,7 @@ class CoreProcess:
             folder / "board",
             outside_models=registry.added(),
             import_path=list(sys.path),
+            ranks=ranks,
         )
         self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
 

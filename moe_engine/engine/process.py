@@ -42,6 +42,11 @@ class ChildProcess:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return self._popen.poll()
+
     def _watch(self) -> None:
         self._on_exit(f"{self.name} (pid {self.pid}) {describe_exit(self._popen.wait())}")
 

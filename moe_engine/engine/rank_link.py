@@ -1,0 +1,102 @@
+"""A follower's end of the control channel: a thread that sends signs of life and ends the process with the group."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import zmq
+
+from moe_engine.engine import rank_messages as messages
+from moe_engine.engine.rank_watch import Silence
+
+BEAT_SECONDS = 0.2
+
+logger = logging.getLogger("moe_engine")
+
+
+class RankLink:
+    """Connects to the leader and stays connected.
+
+    Args:
+        hello: sent first; `sign` makes the sign of life sent every `BEAT_SECONDS`.
+        silent: seconds without an answer, after the first one, that make the leader lost.
+        leave: called from the link's thread, once, with the reason why this process must end now.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity: str,
+        hello: messages.Hello | messages.NodeHere,
+        sign: Callable[[], messages.ToLeader],
+        silent: float,
+        leave: Callable[[str], None],
+    ) -> None:
+        self.welcome: Future[messages.Welcome] = Future()
+        self.address = address
+        self._identity, self._hello, self._sign = identity, hello, sign
+        self._silent, self._leave = silent, leave
+        self._leader = f"the leader at {address}"
+        self._outbox: queue.SimpleQueue[messages.ToLeader] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self.met = threading.Event()
+        """Set when the leader has answered."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="rank link", daemon=True)
+        self._thread.start()
+
+    def send(self, message: messages.ToLeader) -> None:
+        self._outbox.put(message)
+        self._wake.set()
+
+    def hurry(self) -> None:
+        """The next sign of life goes out now."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """After what was sent has left."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self._identity.encode())
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.connect(self.address)
+        socket.send(messages.encode(self._hello))
+        silence, last = Silence(BEAT_SECONDS), time.monotonic()
+        while not self._closing:
+            while socket.poll(0):
+                self.met.set()
+                silence.heard()
+                self._take(messages.decode_to_rank(socket.recv()))
+            socket.send(messages.encode(self._sign()))
+            self._flush(socket)
+            self._wake.wait(BEAT_SECONDS)
+            self._wake.clear()
+            now = time.monotonic()
+            silence.pass_time(now - last)
+            last = now
+            if self.met.is_set() and silence.seconds > self._silent and not socket.poll(0):
+                why = "stopped, or its machine or link is down"
+                self._leave(f"{self._leader} silent for {silence.seconds:.1f} s ({why})")
+                return
+        self._flush(socket)
+        socket.close()
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        while not self._outbox.empty():
+            socket.send(messages.encode(self._outbox.get()))
+
+    def _take(self, message: messages.ToRank) -> None:
+        if isinstance(message, messages.Welcome) and not self.welcome.done():
+            self._leader = message.leader
+            self.welcome.set_result(message)
+        elif isinstance(message, messages.Leave):
+            self._leave(message.reason)

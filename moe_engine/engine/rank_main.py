@@ -1,0 +1,118 @@
+"""The process of a follower rank: joins the others, builds its worker and runs the leader's plans until told to stop.
+
+Run as ``python -m moe_engine.engine.rank_main`` by `rank_process`, with the specification on standard input. Three
+things go on at once: this thread receives plans, the worker's thread runs them, the link's thread shows that the
+process lives and ends it when the leader says so or is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn
+
+from moe_engine import logs
+from moe_engine.engine import rank_messages as messages
+from moe_engine.engine.process import read_spec
+from moe_engine.engine.rank_link import RankLink
+from moe_engine.engine.rank_process import RankSpec
+from moe_engine.engine.rank_world import join_world, quieten_torch
+from moe_engine.errors import MoeEngineError
+from moe_engine.models import registry
+from moe_engine.worker.plan_channel import PlanReceiver, Stop
+from moe_engine.worker.rank_group import Failure, LocalWorker, kernels_of
+from moe_engine.worker.rank_progress import Progress
+
+logger = logging.getLogger("moe_engine")
+
+RECEIVE_SECONDS = 0.5
+
+
+def main() -> NoReturn:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in core_main: before torch is imported
+    quieten_torch()
+    spec: RankSpec = read_spec()
+    logs.setup_logging(spec.log_level, spec.place.name)
+    sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
+    for architecture in spec.outside_models:
+        registry.register(*architecture)
+    os._exit(Follower(spec).run())  # a thread that hangs in a collective must not keep the process
+
+
+class Follower:
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._rank = spec.place.rank
+        self._said_idle = False
+        self._progress = Progress(lambda: "starting", on_stride=lambda: self._link.hurry())
+        hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
+        silent = spec.options.limits.silent
+        self._link = RankLink(spec.control_address, f"rank{self._rank}", hello, self._sign, silent, _leave)
+
+    def run(self) -> int:
+        """Returns the exit code after an orderly end; a lost group ends the process from the link's thread."""
+        welcome = self._link.welcome.result()
+        receiver = PlanReceiver(welcome.plan_address)
+        preparing = ThreadPoolExecutor(1, "rank-start").submit(self._prepare, welcome)
+        preparing.add_done_callback(self._prepared)
+        while True:
+            try:
+                message = receiver.receive(RECEIVE_SECONDS)
+            except MoeEngineError as error:
+                self._fail(error)
+                continue
+            if isinstance(message, Stop):
+                break
+            if message is not None:  # plans come when all ranks are ready
+                self._progress.begin(message.plan)
+                if self._said_idle:
+                    self._link.hurry()  # so that the leader knows where we are if this is our last step
+                preparing.result().execute(message.plan).add_done_callback(self._stepped)
+        if preparing.done() and not preparing.exception():
+            preparing.result().close()
+        self._link.close()
+        return 0
+
+    def _prepare(self, welcome: messages.Welcome) -> LocalWorker:
+        spec = self._spec
+        join_world(spec.options, spec.place, welcome.store_host, welcome.store_port)
+        return spec.options.make_worker(spec.config, spec.place, self._progress)
+
+    def _prepared(self, future: Future[LocalWorker]) -> None:
+        error = future.exception()
+        if error is None:
+            self._progress.ready = True
+            self._link.send(messages.Loaded(self._rank, kernels_of(future.result())))
+        else:
+            self._fail(error)
+
+    def _stepped(self, future: Future[Any]) -> None:
+        self._progress.done(future)
+        error = future.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells the leader, whose answer ends this process."""
+        failure = Failure.of(error)
+        if not failure.peer_lost and not failure.config_error:
+            logger.error("%s", "".join(traceback.format_exception(error)))
+        self._link.send(messages.Failed(self._rank, failure.message, failure.peer_lost, failure.config_error))
+
+    def _sign(self) -> messages.Beat:
+        position = self._progress.position()
+        self._said_idle = position.step < 0
+        return messages.Beat(self._rank, position)
+
+
+def _leave(reason: str) -> NoReturn:
+    logger.error("This rank leaves: %s", reason)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

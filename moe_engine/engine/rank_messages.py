@@ -1,0 +1,96 @@
+"""What crosses between the ranks of a group besides plans: who is there, how far each is, what went wrong.
+
+Followers, and the launchers of other nodes, send to the leader's one known address; what else there is to know (the
+plan channel, the store of torch.distributed) comes back in `Welcome`. Encoded with msgpack: nothing here can run code.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moe_engine.worker.rank_progress import Position
+
+
+class RankMessage(msgspec.Struct, tag_field="kind", omit_defaults=True):
+    """Base of all messages."""
+
+
+# -- to the leader
+
+
+class Hello(RankMessage, tag="hello"):
+    """A rank is up. `fingerprint` stands for the flags it was started with: they must be the leader's."""
+
+    rank: int
+    host: str
+    pid: int
+    fingerprint: str = ""
+
+
+class Beat(RankMessage, tag="beat"):
+    """A rank's process runs, and where it is. Answered by `Alive`."""
+
+    rank: int
+    position: Position
+
+
+class Loaded(RankMessage, tag="loaded"):
+    """A rank has its weights and takes plans. `kernels`: chosen row by family; ranks must choose alike."""
+
+    rank: int
+    kernels: dict[str, str] = {}
+
+
+class Failed(RankMessage, tag="failed"):
+    """A rank cannot go on; fields as in `worker.rank_group.Failure`."""
+
+    rank: int
+    message: str
+    peer_lost: bool = False
+    config_error: bool = False
+
+
+class Died(RankMessage, tag="died"):
+    """From the launcher of another node: `how` names a rank's process there and how it ended."""
+
+    rank: int
+    how: str
+
+
+class NodeHere(RankMessage, tag="node"):
+    """From the launcher of another node: it runs. Answered by `Alive`."""
+
+    node_rank: int
+    host: str
+    pid: int
+
+
+# -- from the leader
+
+
+class Welcome(RankMessage, tag="welcome"):
+    """All ranks are up: how to join them. `leader` names rank 0's process for messages of a follower."""
+
+    plan_address: str
+    store_host: str
+    store_port: int
+    leader: str
+    generation: int = 0
+
+
+class Alive(RankMessage, tag="alive"):
+    """The leader's process runs."""
+
+
+class Leave(RankMessage, tag="leave"):
+    """The group ends at once; `reason` names the rank that is lost."""
+
+    reason: str
+
+
+ToLeader = Hello | Beat | Loaded | Failed | Died | NodeHere
+ToRank = Welcome | Alive | Leave
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

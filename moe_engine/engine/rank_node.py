@@ -1,0 +1,95 @@
+"""A node without the leader: starts its ranks, says when one of them dies, and leaves with the leader.
+
+SIGTERM is left to the leader, which drains first: a cluster's scheduler sends it to every node at once. A second one,
+or Ctrl-C, ends this node's ranks at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from moe_engine.engine import rank_messages as messages
+from moe_engine.engine.rank_link import RankLink
+from moe_engine.engine.rank_options import RankGroupOptions
+from moe_engine.engine.rank_process import LocalRanks
+from moe_engine.errors import EngineDeadError
+
+logger = logging.getLogger("moe_engine")
+
+POLL_SECONDS = 0.1
+LAST_RANK_SECONDS = 5.0
+"""For the other ranks of a node to leave once the first has."""
+LEAVE_SECONDS = 1.0
+
+
+def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") -> int:
+    """Runs the ranks of node `options.node_rank` until the leader ends them; returns this process's exit code.
+
+    Raises:
+        ConfigError: the leader's host is unknown.
+        EngineDeadError: the leader did not answer in time.
+    """
+    address, host = options.leader_tcp(), socket.gethostname()
+    here = messages.NodeHere(options.node_rank, host, os.getpid())
+    link: RankLink
+
+    def rank_exited(rank: int, how: str) -> None:
+        link.send(messages.Died(rank, f"{how} on {host}"))
+
+    def leave(reason: str) -> NoReturn:
+        logger.error("Node %d leaves: %s", options.node_rank, reason)
+        ranks.kill()
+        os._exit(1)
+
+    link = RankLink(address, f"node{options.node_rank}", here, lambda: here, options.limits.silent, leave)
+    ranks = LocalRanks(config, options, address, rank_exited, log_level)
+    try:
+        with _first_sigterm_ignored():
+            _wait_for_leader(link, options)
+            _wait_for_ranks(ranks)
+        if any(ranks.returncodes):
+            time.sleep(LEAVE_SECONDS)  # the leader says why and `leave` logs it
+    finally:
+        ranks.kill()
+        link.close()
+    return int(any(ranks.returncodes))
+
+
+def _wait_for_leader(link: RankLink, options: RankGroupOptions) -> None:
+    began, limits = time.monotonic(), options.limits
+    while not link.met.wait(limits.progress):
+        waited = time.monotonic() - began
+        if waited > limits.start:
+            raise EngineDeadError(
+                f"node {options.node_rank} has waited {waited:.0f} s for the leader (node 0) at {link.address}: "
+                "is it started, and is --dist-init-addr its address?"
+            )
+        logger.info("Waiting for the leader at %s, %.0f of %.0f s", link.address, waited, limits.start)
+
+
+def _wait_for_ranks(ranks: LocalRanks) -> None:
+    while not any(code is not None for code in ranks.returncodes):
+        time.sleep(POLL_SECONDS)
+    deadline = time.monotonic() + LAST_RANK_SECONDS
+    while None in ranks.returncodes and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _first_sigterm_ignored() -> Iterator[None]:
+    def once(number: int, frame: object) -> None:
+        logger.info("SIGTERM: the leader drains and then ends this node; a second one ends it at once")
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+
+    before = signal.signal(signal.SIGTERM, once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,74 @@
+"""The follower processes of this node, as their parent sees them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from moe_engine.engine.process import ChildProcess
+from moe_engine.engine.rank_options import RankGroupOptions, RankPlace
+from moe_engine.models import registry
+
+RANK_MODULE = "moe_engine.engine.rank_main"
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """All a follower process needs; travels as a pickle from its parent, never over the network."""
+
+    config: Any
+    options: RankGroupOptions
+    place: RankPlace
+    control_address: str
+    log_level: str
+    outside_models: list[tuple[str, str, str]]
+    import_path: list[str]
+
+
+class LocalRanks:
+    """Starts this node's followers and watches them.
+
+    Args:
+        on_exit: called from a watcher thread with the rank and a sentence that names its process and how it ended.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        options: RankGroupOptions,
+        control_address: str,
+        on_exit: Callable[[int, str], None],
+        log_level: str = "info",
+    ) -> None:
+        self._children: dict[int, ChildProcess] = {}
+        for place in options.local_places:
+            if place.rank == 0:
+                continue
+            spec = RankSpec(
+                config, options, place, control_address, log_level, registry.added(), import_path=list(sys.path)
+            )
+            self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(on_exit, place.rank))
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: child.pid for rank, child in self._children.items()}
+
+    @property
+    def returncodes(self) -> list[int | None]:
+        """None for a process that runs."""
+        return [child.returncode for child in self._children.values()]
+
+    def stop(self, grace: float) -> None:
+        """Waits up to `grace` seconds for processes that were told to end, kills those that do not."""
+        deadline = time.monotonic() + grace
+        for child in self._children.values():
+            child.stop(max(0.0, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        for child in self._children.values():
+            child.kill()
+        self.stop(0.0)

@@ -1,0 +1,253 @@
+"""Who of a group's ranks lives, who is late and who is lost: every sign of them comes here, and one verdict goes out.
+
+Silence is counted in this process's own ticks, not by comparing clocks: a time in which the watching process was itself
+held up counts for two ticks at most, so a machine that sleeps or swaps does not lose its ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_engine.engine.rank_options import RankPlace, WatchLimits
+from moe_engine.worker.rank_group import RankLost
+from moe_engine.worker.rank_progress import Position
+
+logger = logging.getLogger("moe_engine")
+
+TICK_SECONDS = 0.1
+RECENT_STEPS = 32
+SUSPECT_SILENT_SECONDS = 0.8
+"""Silence enough to be the one, when a collective has failed and so somebody is lost."""
+
+
+class Silence:
+    """Seconds since something was last heard, as far as this process was awake."""
+
+    def __init__(self, tick: float = TICK_SECONDS) -> None:
+        self._tick = tick
+        self.seconds = 0.0
+
+    def heard(self) -> None:
+        self.seconds = 0.0
+
+    def pass_time(self, elapsed: float) -> None:
+        self.seconds += min(elapsed, 2 * self._tick)
+
+
+@dataclass
+class RankState:
+    place: RankPlace
+    host: str = ""
+    pid: int = 0
+    loaded: bool = False
+    kernels: Mapping[str, str] | None = None
+    position: Position = field(default_factory=Position)
+    silence: Silence = field(default_factory=Silence)
+    still: Silence = field(default_factory=Silence)
+    """Since it last moved on."""
+    told: bool = False
+    """That it is late where it is now was logged."""
+
+
+class RankWatch:
+    """Gathers signs from any thread; `tick` belongs to one. Implements `worker.rank_group.Watch`.
+
+    Args:
+        position: where rank 0 is, which is this process.
+        own: (host, pid) of this process.
+    """
+
+    def __init__(
+        self, places: Sequence[RankPlace], limits: WatchLimits, position: Callable[[], Position], own: tuple[str, int]
+    ) -> None:
+        self.verdict: RankLost | None = None
+        self.config_error = False
+        """Whether the verdict is about a flag or a checkpoint, which is for the user to mend."""
+        self._limits = limits
+        self._position = position
+        self._ranks = [RankState(place) for place in places]
+        self._ranks[0].host, self._ranks[0].pid = own
+        self._lock = threading.RLock()
+        self._listeners: list[Callable[[RankLost], None]] = []
+        self._seconds: deque[float] = deque([0.0], RECENT_STEPS)
+        self._armed = False
+        self._ending = False
+        self._suspicion: tuple[int, str] | None = None
+        self._suspected = Silence()
+        self._slow_told = -1
+
+    # -- signs
+
+    def joined(self, rank: int, host: str, pid: int) -> None:
+        state = self._ranks[rank]
+        state.host, state.pid = host, pid
+        state.silence.heard()
+
+    def beat(self, rank: int, position: Position) -> None:
+        state = self._ranks[rank]
+        state.silence.heard()
+        self._moved(state, position)
+
+    def loaded(self, rank: int, kernels: Mapping[str, str]) -> None:
+        """Ranks with other kernels would differ in the last bits and so, some day, in a token."""
+        with self._lock:
+            self._ranks[rank].kernels = kernels
+            expected = self._ranks[0].kernels
+            for state in self._ranks:
+                if None not in (expected, state.kernels) and state.kernels != expected:
+                    self._decide(
+                        f"{self.describe(state.place.rank)} chose the kernels {state.kernels}, rank 0 {expected}: "
+                        "name the same for all with --attention-backend and its like",
+                        config_error=True,
+                    )
+            self._ranks[rank].loaded = True
+
+    def died(self, rank: int, how: str) -> None:
+        """`how` names the process."""
+        if not self._ending:
+            self._decide(f"{how} ({self._seen(rank)})")
+
+    def failed(self, rank: int, message: str, *, peer_lost: bool = False, config_error: bool = False) -> None:
+        """With `peer_lost` the rank at fault is another, which gets time to show; else it is this one."""
+        if not peer_lost:
+            self._decide(f"{self.describe(rank)} failed: {message}", config_error)
+            return
+        with self._lock:
+            if self._suspicion is None:
+                self._suspicion = (rank, message)
+
+    def stepped(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    # -- answers
+
+    @property
+    def all_joined(self) -> bool:
+        return all(state.pid for state in self._ranks)
+
+    @property
+    def all_loaded(self) -> bool:
+        return all(state.loaded for state in self._ranks)
+
+    def slowest_steps_done(self) -> int:
+        return min((state.position.steps_done for state in self._ranks[1:]), default=self._position().steps_done)
+
+    def describe(self, rank: int) -> str:
+        """``DP0 TP3 (pid 4242 on node7)``."""
+        state = self._ranks[rank]
+        several = any(other.place.node_rank for other in self._ranks)
+        host = f" on {state.host or f'node {state.place.node_rank}'}" if several else ""
+        return f"{state.place.name} (pid {state.pid}{host})" if state.pid else f"{state.place.name} (not there{host})"
+
+    def waited_for(self) -> str:
+        """The ranks that are not ready: whom a start waits for."""
+        return ", ".join(
+            self.describe(state.place.rank) + (f" {state.position.phase}" if state.pid else "")
+            for state in self._ranks
+            if not state.loaded
+        )
+
+    def on_verdict(self, listener: Callable[[RankLost], None]) -> None:
+        """Calls `listener(verdict)` once, at once if it is known already."""
+        with self._lock:
+            self._listeners.append(listener)
+            verdict = self.verdict
+        if verdict is not None:
+            listener(verdict)
+
+    # -- time
+
+    def arm(self) -> None:
+        """From now on silence and lateness count; a start knows its own patience."""
+        for state in self._ranks:
+            state.silence.heard()
+            state.still.heard()
+        self._armed = True
+
+    def end(self) -> None:
+        """The ranks were told to end: their going is no loss."""
+        self._ending = True
+
+    def give_up(self, message: str) -> None:
+        """A verdict that names its ranks itself."""
+        self._decide(message)
+
+    def tick(self, elapsed: float) -> None:
+        if self._ending or self.verdict is not None:
+            return
+        self._moved(self._ranks[0], self._position())
+        self._ranks[0].silence.heard()
+        if self._suspicion is not None:
+            self._suspected.pass_time(elapsed)
+            if self._suspected.seconds > self._limits.silent + 1:
+                self._decide_suspicion(*self._suspicion)
+        if not self._armed:
+            return
+        for state in self._ranks:
+            state.silence.pass_time(elapsed)
+            state.still.pass_time(elapsed)
+        self._find_silent()
+        self._tell_late()
+
+    def _seen(self, rank: int) -> str:
+        """Where a rank was by its last sign, and, as that may be a moment old, where this process is."""
+        where = f"last sign: {self._ranks[rank].position.describe()}"
+        return f"{where}; rank 0 now: {self._position().describe()}" if self._armed else where
+
+    def _find_silent(self) -> None:
+        limit = self._limits.silent if self._suspicion is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
+        silent = [state for state in self._ranks if state.silence.seconds > limit]
+        if silent:
+            names = ", ".join(self.describe(state.place.rank) for state in silent)
+            seconds, seen = silent[0].silence.seconds, self._seen(silent[0].place.rank)
+            self._decide(f"{names} silent for {seconds:.1f} s: stopped, or its machine or link is down ({seen})")
+
+    def _tell_late(self) -> None:
+        """Ranks that others are ahead of and that do not move; or, where all stand still together, the step."""
+        limit = max(self._limits.late, self._limits.late_factor * max(self._seconds))
+        front = max(state.position.order for state in self._ranks)
+        if all(state.position.step < 0 and state.position.order == front for state in self._ranks):
+            for state in self._ranks:
+                state.still.heard()  # at rest
+            return
+        still = [state for state in self._ranks if state.still.seconds > limit]
+        for state in still:
+            if state.position.order < front and not state.told:
+                state.told = True
+                name, where = self.describe(state.place.rank), state.position.describe()
+                logger.warning("%s is late: %s, %.1f s", name, where, state.still.seconds)
+        leader = self._ranks[0].position
+        together = len(still) == len(self._ranks) and all(state.position.order == front for state in still)
+        if together and leader.step >= 0 and self._slow_told != leader.step:
+            self._slow_told = leader.step
+            seconds = min(state.still.seconds for state in still)
+            logger.warning("Every rank is slow: %s, %.1f s", leader.describe(), seconds)
+
+    def _decide_suspicion(self, rank: int, message: str) -> None:
+        """A collective failed and nobody died or fell silent: the rank that is furthest behind did not come to it."""
+        last = min(self._ranks, key=lambda state: state.position.order)
+        if last.position.order < max(state.position.order for state in self._ranks):
+            name, where = self.describe(last.place.rank), last.position.describe()
+            self._decide(f"{name} did not come along: {where}; on {self._ranks[rank].place.name}: {message}")
+        else:
+            self._decide(f"{self.describe(rank)} failed: {message}")
+
+    def _moved(self, state: RankState, position: Position) -> None:
+        if (position.order, position.step) != (state.position.order, state.position.step):
+            state.still.heard()
+            state.told = False
+        state.position = position
+
+    def _decide(self, message: str, config_error: bool = False) -> None:
+        with self._lock:
+            if self.verdict is not None:
+                return
+            self.config_error = config_error
+            self.verdict = RankLost(message)
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(self.verdict)

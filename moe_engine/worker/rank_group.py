@@ -1,0 +1,145 @@
+"""The worker of a core that has followers: every plan goes to them first, then runs here; results come from here alone.
+
+All ranks run the same plans in the same order, each on its own shards, and meet in the collectives inside. A step that
+fails on one rank leaves the others in the middle of a collective, so a failure ends the whole group, with the name of
+the rank at fault.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError
+from moe_engine.types import StepPlan, StepResult
+from moe_engine.worker.plan_channel import PlanSender
+from moe_engine.worker.rank_progress import Progress
+
+MAX_AHEAD = 64
+"""Steps that the leader may be ahead of its slowest follower; collectives usually keep them within one."""
+
+
+class RankLost(EngineDeadError):
+    """A rank of the group died, hangs or failed; names it and where it was. The group cannot go on."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank cannot go on. `peer_lost`: only the echo of another rank's end; `config_error`: the user's to mend."""
+
+    message: str
+    peer_lost: bool = False
+    config_error: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        from moe_engine.parallel.collectives import PeerLost  # brings torch, which has been loaded where this can be
+
+        message = str(error) if isinstance(error, MoeEngineError) else f"{type(error).__name__}: {error}"
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PeerLost):
+            cause = cause.__cause__
+        return cls(message, cause is not None, isinstance(error, ConfigError))
+
+
+def kernels_of(worker: Any) -> dict[str, str]:
+    """The kernels a `worker.Worker` chose, by family."""
+    return {choice.family: choice.row.name for choice in worker.info.choices}
+
+
+class LocalWorker(Protocol):
+    """The part of `worker.Worker` a rank uses."""
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]: ...
+
+    def close(self) -> None: ...
+
+
+class Watch(Protocol):
+    """Who knows how the other ranks are."""
+
+    verdict: RankLost | None
+
+    def slowest_steps_done(self) -> int:
+        """Steps that every follower has done."""
+
+    def failed(self, rank: int, message: str, *, peer_lost: bool) -> None:
+        """A rank's step raised; with `peer_lost` only because another rank went, whom the watch will find."""
+
+    def stepped(self, seconds: float) -> None:
+        """How long a step took, for what counts as late."""
+
+    def on_verdict(self, listener: Callable[[RankLost], None]) -> None: ...
+
+
+class RankGroupWorker:
+    """Implements `core.StepWorker` for rank 0. `execute` and `check` belong to one thread.
+
+    A future fails with `RankLost` the moment the watch has found who is lost, though the local step may hang in a
+    collective for much longer.
+    """
+
+    def __init__(self, worker: LocalWorker, sender: PlanSender, watch: Watch, progress: Progress) -> None:
+        self._worker = worker
+        self._sender = sender
+        self._watch = watch
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._waiting: list[Future[StepResult]] = []
+        watch.on_verdict(self._lost)
+
+    def check(self) -> None:
+        """Raises `RankLost` if a rank is lost; for a core that has nothing to run."""
+        if self._watch.verdict is not None:
+            raise self._watch.verdict
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """The result of a step on rank 0, or the `RankLost` that ended the group."""
+        future: Future[StepResult] = Future()
+        with self._lock:
+            self._waiting.append(future)
+        if (verdict := self._wait_for_followers()) is not None:
+            self._lost(verdict)
+            return future
+        self._sender.send(plan)
+        self._progress.begin(plan)
+        began = time.monotonic()
+        local = self._worker.execute(plan)
+        local.add_done_callback(lambda done: self._ended(done, future, began))
+        return future
+
+    def close(self) -> None:
+        """Ends the followers and the local worker after the steps given so far."""
+        self._sender.stop()
+        self._worker.close()
+
+    def _wait_for_followers(self) -> RankLost | None:
+        """Until the next plan may be sent, or a rank is lost. A follower that hangs is named by the watch."""
+        while (verdict := self._watch.verdict) is None:
+            if self._sender.sequence - self._watch.slowest_steps_done() < MAX_AHEAD:
+                return None
+            time.sleep(0.001)
+        return verdict
+
+    def _ended(self, local: Future[StepResult], future: Future[StepResult], began: float) -> None:
+        self._progress.done(local)
+        error = local.exception()
+        if error is not None:  # the future fails with the verdict on this
+            failure = Failure.of(error)
+            self._watch.failed(0, failure.message, peer_lost=failure.peer_lost)
+            return
+        self._watch.stepped(time.monotonic() - began)
+        with self._lock:
+            if future in self._waiting:  # else it failed already
+                self._waiting.remove(future)
+                future.set_result(local.result())
+
+    def _lost(self, verdict: RankLost) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            future.set_exception(verdict)

@@ -1,0 +1,24 @@
+"""A node of a drill that spans two: ``python -m tests.ranks.node CHECKPOINT HOST:PORT [FLAG]``."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from moe_engine import logs
+from moe_engine.engine.rank_node import run_node
+from moe_engine.engine.rank_options import RankGroupOptions
+from tests.ranks.drill import config_of, options
+from tests.ranks.held import Hold, meeting_worker
+
+
+def two_nodes(address: str, node_rank: int, flag: Path) -> RankGroupOptions:
+    """One rank on each of two nodes; the second stands still in a decode."""
+    make_worker = partial(meeting_worker, hold=Hold(1, "decode", flag, 3))
+    return options(2, make_worker, num_nodes=2, node_rank=node_rank, leader_address=address, fingerprint="same")
+
+
+if __name__ == "__main__":
+    logs.setup_logging("info")
+    sys.exit(run_node(config_of(Path(sys.argv[1])), two_nodes(sys.argv[2], 1, Path(sys.argv[3]))))

@@ -1,0 +1,187 @@
+"""Plans between ranks: whole, in order, never lost in silence, never too far ahead."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_engine.errors import EngineDeadError
+from moe_engine.parallel.collectives import PeerLost, SingleRank
+from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
+from moe_engine.worker.agreed_sampler import AgreedSampler
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.plan_channel import PlanReceiver, PlanSender, Step, Stop
+from moe_engine.worker.rank_group import MAX_AHEAD, RankGroupWorker, RankLost
+from moe_engine.worker.rank_progress import Progress
+from moe_engine.worker.runner import StepError
+from moe_engine.worker.sampler import SampledRows
+from moe_engine.worker.sampling_state import SamplingState
+
+
+def random_plan(rng: random.Random, number: int) -> StepPlan:
+    count = rng.randint(0, 40)
+    integers = lambda n: [rng.randrange(1 << rng.choice((5, 20, 40))) for _ in range(n)]  # noqa: E731
+    sampling = SamplingParams(
+        temperature=rng.random(), logit_bias=((3, rng.random()),), stop=("é",), sampling_seed=rng.getrandbits(63)
+    )
+    new = NewRow(7, "r", integers(5), 5, integers(2), sampling, rng.getrandbits(63), frozenset(integers(2)))
+    logprobs = LogprobSpec(0, 2, (1, 2))
+    other = NewRow(8, "s", integers(3), 2, [], SamplingParams(), 1, frozenset(), logprobs, max_length=9)
+    return StepPlan(
+        number,
+        rows=integers(count),
+        starts=integers(count),
+        counts=integers(count),
+        samples=[rng.random() < 0.5 for _ in range(count)],
+        slots=integers(count),
+        num_decodes=count // 2,
+        input_ids=integers(count),
+        new_rows=[new, other][: rng.randint(0, 2)],
+        row_writes=[RowWrite(1, 2, integers(3))],
+        finished_rows=integers(3),
+        speculation=Speculation(2, True, [RowWrite(4, 0, integers(2))]) if rng.random() < 0.5 else None,
+    )
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> PlanSender:
+    return PlanSender(f"ipc://{tmp_path}/plans")
+
+
+def test_plans_arrive_whole_and_in_order_at_every_follower(sender: PlanSender) -> None:
+    rng = random.Random(2)
+    plans = [random_plan(rng, 10 + 3 * i) for i in range(300)]
+    receivers = [PlanReceiver(sender.address) for _ in range(3)]
+    assert not sender.wait_subscribed(4, 0.2)
+    assert sender.wait_subscribed(3, 5.0)
+    for plan in plans:
+        sender.send(plan)
+    sender.stop()
+    for receiver in receivers:  # nobody reads before all is sent
+        for expected in plans:
+            message = receiver.receive(5.0)
+            assert isinstance(message, Step) and message.plan == expected
+        assert isinstance(receiver.receive(5.0), Stop)
+        assert receiver.receive(0.01) is None
+
+
+def test_a_lost_plan_is_noticed(sender: PlanSender) -> None:
+    receiver = PlanReceiver(sender.address)
+    sender.wait_subscribed(1, 5.0)
+    sender.send(StepPlan(1))
+    assert receiver.receive(5.0) is not None
+    sender.sequence += 1  # one that a broken connection swallowed
+    sender.send(StepPlan(3))
+    with pytest.raises(EngineDeadError, match=r"plan was lost .* 3 of the channel came where 2 was due"):
+        receiver.receive(5.0)
+
+
+class Watch:
+    """Followers that the test moves on by hand."""
+
+    def __init__(self) -> None:
+        self.verdict: RankLost | None = None
+        self.done = 0
+        self.failures: list[tuple[int, str, bool]] = []
+
+    def slowest_steps_done(self) -> int:
+        return self.done
+
+    def failed(self, rank: int, message: str, *, peer_lost: bool) -> None:
+        self.failures.append((rank, message, peer_lost))
+
+    def stepped(self, seconds: float) -> None: ...
+
+    def on_verdict(self, listener: object) -> None:
+        self.listener = listener
+
+    def lose(self) -> None:
+        self.verdict = RankLost("TP1 is lost")
+        self.listener(self.verdict)  # type: ignore[operator]
+
+
+class LocalWorker:
+    """Notes plans; answers at once, or never."""
+
+    def __init__(self, answers: bool = True) -> None:
+        self.answers = answers
+        self.plans: list[int] = []
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        self.plans.append(plan.number)
+        future: Future[StepResult] = Future()
+        if self.answers:
+            future.set_result(StepResult(plan.number, [], []))
+        return future
+
+    def close(self) -> None: ...
+
+
+def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:
+    watch, local = Watch(), LocalWorker()
+    worker = RankGroupWorker(local, sender, watch, Progress())
+    thread = threading.Thread(target=lambda: [worker.execute(StepPlan(i)) for i in range(MAX_AHEAD + 10)])
+    thread.start()
+    for allowed in (MAX_AHEAD, MAX_AHEAD + 4):
+        deadline = time.monotonic() + 5
+        while len(local.plans) < allowed and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert local.plans == list(range(allowed))
+        watch.done += 4
+    watch.done = MAX_AHEAD
+    thread.join(5)
+    assert local.plans == list(range(MAX_AHEAD + 10))
+
+
+def test_a_verdict_ends_steps_that_hang(sender: PlanSender) -> None:
+    watch, local = Watch(), LocalWorker(answers=False)
+    worker = RankGroupWorker(local, sender, watch, Progress())
+    hanging = worker.execute(StepPlan(1))
+    worker.check()
+    watch.lose()
+    with pytest.raises(RankLost, match="TP1 is lost"):
+        hanging.result(0)
+    with pytest.raises(RankLost):
+        worker.execute(StepPlan(2)).result(0)
+    with pytest.raises(RankLost):
+        worker.check()
+    assert local.plans == [1]
+
+
+def test_a_failed_step_waits_for_the_verdict(sender: PlanSender) -> None:
+    watch, local, failed = Watch(), LocalWorker(), Future[StepResult]()
+    local.execute = lambda plan: failed  # type: ignore[method-assign]
+    future = RankGroupWorker(local, sender, watch, Progress()).execute(StepPlan(5))
+    try:
+        raise StepError("step 5") from PeerLost("all_gather failed")
+    except StepError as error:
+        failed.set_exception(error)
+    assert watch.failures == [(0, "step 5", True)] and not future.done()
+    watch.lose()
+    with pytest.raises(RankLost):
+        future.result(0)
+
+
+def test_agreed_draws_are_those_of_rank_0() -> None:
+    class Rank1(SingleRank):
+        """A group that receives what rank 0 drew."""
+
+        def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+            assert source == 0 and x.is_contiguous()
+            return x.copy_(torch.tensor([4, 2]))
+
+    state, stream = SamplingState(2, 6), DeviceStream("cpu")
+    for row in range(2):
+        state.enter(NewRow(row, "r", [1], 1, [], SamplingParams(temperature=0.0), 1, frozenset()))
+    sampled = SampledRows(np.arange(2), np.ones(2, np.int64), torch.arange(2))
+    logits = torch.eye(6)[:2]
+    assert AgreedSampler(state, stream, SingleRank()).sample(logits, sampled).tolist() == [0, 1]
+    assert AgreedSampler(state, stream, Rank1()).sample(logits, sampled).tolist() == [4, 2]

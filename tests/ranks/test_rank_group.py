@@ -1,0 +1,191 @@
+"""Cores with follower processes: the tokens of one rank, and the end of every kind of lost rank, named."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from moe_engine.errors import ConfigError, EngineDeadError
+from tests.models.checkpoints import make_checkpoint
+from tests.ranks import drill as drills
+from tests.ranks.drill import Drill, drill, options, until
+from tests.ranks.held import Hold, broken_worker, meeting_worker
+from tests.ranks.node import two_nodes
+
+LONG = 400
+
+
+@pytest.fixture(autouse=True)
+def quiet_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "100")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=31)
+
+
+def prompts(count: int, seed: int = 5) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 200) for _ in range(rng.randint(4, 60))] for _ in range(count)]
+
+
+async def tokens_of(checkpoint: Path, size: int | None) -> list[list[int]]:
+    async with drill(checkpoint, options(size, meeting_worker) if size else None) as running:
+        for i, prompt in enumerate(prompts(5)):
+            running.ask(prompt, 12 + i, temperature=0.0 if i % 2 else 0.8)
+        return [fate.tokens for fate in await running.fates(20.0)]
+
+
+def test_ranks_give_the_tokens_of_one_rank(checkpoint: Path) -> None:
+    alone = asyncio.run(tokens_of(checkpoint, None))
+    together = asyncio.run(tokens_of(checkpoint, 2))
+    assert together == alone and all(alone)
+
+
+async def hold_and(checkpoint: Path, hold: Hold, strike: signal.Signals, target: int, size: int = 2) -> Report:
+    """Two requests run until rank `hold.rank` stands still where it should; then rank `target` is struck."""
+    async with drill(checkpoint, options(size, partial(meeting_worker, hold=hold))) as running:
+        for prompt in prompts(2):
+            running.ask(prompt, LONG)
+        await until(hold.flag.exists)
+        return await strike_and_watch(running, strike, target)
+
+
+async def strike_and_watch(running: Drill, strike: signal.Signals, target: int) -> Report:
+    struck = running.ranks[target]
+    began = time.monotonic()
+    struck.send_signal(strike)
+    await until(lambda: running.core.dead is not None)
+    ended = time.monotonic() - began
+    if strike == signal.SIGSTOP and target == 0:
+        struck.kill()
+    gone = await running.all_gone(2.0)
+    fates = await running.fates()
+    report = Report(struck.pid, ended, gone, str(running.core.dead), [fate.text for fate in fates])
+    print(f"\n{strike.name} of rank {target}: the core had gone after {ended:.2f} s, all ranks gone: {gone}")
+    print(f"  core: {report.cause}", *(f"  request: {text}" for text in report.fates), sep="\n")
+    return report
+
+
+@dataclass
+class Report:
+    pid: int
+    seconds: float
+    gone: bool
+    cause: str
+    fates: list[str]
+
+    def check(self, expected: str) -> None:
+        assert self.gone
+        assert "exited with code 1" in self.cause and expected in self.cause
+        assert len(self.fates) == 2 and all(expected in text for text in self.fates)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_killed_follower_is_named(checkpoint: Path, tmp_path: Path, phase: str, capfd: Any) -> None:
+    hold = Hold(1, phase, tmp_path / "flag", occurrence=1 if phase == "prefill" else 3)
+    report = asyncio.run(hold_and(checkpoint, hold, signal.SIGKILL, 1, size=3 if phase == "decode" else 2))
+    report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL (last sign: step ")
+    if phase == "decode":
+        assert f"DP0 TP2] This rank leaves: DP0 TP1 (pid {report.pid}) was killed" in told(capfd)
+
+
+def test_stopped_follower_is_named_though_collectives_still_wait(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
+    report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGSTOP, 1))
+    report.check(f"DP0 TP1 (pid {report.pid}) silent for")
+    assert f"DP0 TP1 (pid {report.pid}) is late: step" in told(capfd)
+
+
+def test_followers_leave_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -> None:
+    report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGKILL, 0))
+    assert report.gone and "was killed by SIGKILL" in report.cause
+
+
+def test_followers_leave_a_stopped_leader(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
+    async def run() -> tuple[int, bool]:
+        hold = Hold(1, "decode", tmp_path / "flag", 3)
+        async with drill(checkpoint, options(2, partial(meeting_worker, hold=hold))) as running:
+            running.ask(prompts(1)[0], LONG)
+            await until(hold.flag.exists)
+            leader, follower = running.ranks
+            leader.suspend()
+            await until(lambda: follower.status() == psutil.STATUS_ZOMBIE)  # its parent is stopped
+            running.core.kill("stopped")
+            return leader.pid, await running.all_gone(2.0)
+
+    pid, gone = asyncio.run(run())
+    assert gone and f"DP0 TP1] This rank leaves: DP0 TP0 (pid {pid}) silent for" in told(capfd)
+
+
+def test_error_while_loading_is_that_ranks(checkpoint: Path) -> None:
+    core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, broken_worker))
+    leader = psutil.Process(core.pid)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"DP0 TP1 \(pid \d+\) failed: model-00002.safetensors: truncated"):
+        core.wait_ready()
+    print(f"\nnamed {time.monotonic() - began:.2f} s after the start")
+    assert not leader.is_running()
+
+
+def test_follower_killed_while_loading_is_named(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
+    hold = Hold(1, "load", tmp_path / "flag")
+    core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, partial(meeting_worker, hold=hold)))
+    deadline = time.monotonic() + 20
+    while not hold.flag.exists() or not hold.flag.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(0.5)  # for a line that says who is waited for
+    pid = int(hold.flag.read_text())
+    psutil.Process(pid).kill()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"DP0 TP1 \(pid {pid}\) was killed by SIGKILL \(last sign: loading\)"):
+        core.wait_ready()
+    print(f"\nnamed, and all gone, {time.monotonic() - began:.2f} s after the kill")
+    assert not psutil.pid_exists(core.pid) and not psutil.pid_exists(pid)
+    assert f"of 30 s: DP0 TP1 (pid {pid}) loading" in told(capfd)
+
+
+def told(capfd: Any) -> str:
+    """What the processes logged."""
+    out, err = capfd.readouterr()
+    print(out, err, sep="\n")
+    return err
+
+
+def test_killed_rank_of_another_node_is_named_with_its_host(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    flag = tmp_path / "flag"
+    command = [sys.executable, "-m", "tests.ranks.node", str(checkpoint), address, str(flag)]
+    node = subprocess.Popen(command)
+
+    async def run() -> Report:
+        async with drill(checkpoint, two_nodes(address, 0, flag)) as running:
+            for prompt in prompts(2):
+                running.ask(prompt, LONG)
+            await until(lambda: flag.exists() and bool(flag.read_text()))
+            running.ranks.append(psutil.Process(int(flag.read_text())))
+            return await strike_and_watch(running, signal.SIGKILL, 1)
+
+    try:
+        report = asyncio.run(run())
+        report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL on {socket.gethostname()} (last sign: step ")
+        assert node.wait(2.0) == 1
+        assert "Node 1 leaves: DP0 TP1" in told(capfd)
+    finally:
+        node.kill()

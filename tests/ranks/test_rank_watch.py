@@ -1,0 +1,155 @@
+"""The watch over ranks, tick by tick: no processes, no clocks."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
+from moe_engine.engine.rank_watch import TICK_SECONDS, RankWatch
+from moe_engine.worker.rank_group import RankLost
+from moe_engine.worker.rank_progress import Position
+
+LIMITS = WatchLimits(silent=3.0, late=1.0, late_factor=3.0)
+
+
+class Ranks:
+    """A watch over four ranks whose positions the test sets; rank 0 is where `positions[0]` says."""
+
+    def __init__(self, size: int = 4, num_nodes: int = 1) -> None:
+        address = "head:5000" if num_nodes > 1 else None
+        options = RankGroupOptions(size, lambda: None, num_nodes=num_nodes, leader_address=address)
+        self.positions = [Position()] * size
+        self.watch = RankWatch(options.places, LIMITS, lambda: self.positions[0], ("head", 100))
+        for rank in range(1, size):
+            self.watch.joined(rank, f"host{rank}", 100 + rank)
+            self.watch.loaded(rank, {})
+        self.watch.loaded(0, {})
+        self.watch.arm()
+
+    def run(self, seconds: float, silent: tuple[int, ...] = (), tick: float = TICK_SECONDS) -> None:
+        for _ in range(round(seconds / tick)):
+            for rank in range(1, len(self.positions)):
+                if rank not in silent:
+                    self.watch.beat(rank, self.positions[rank])
+            self.watch.tick(tick)
+
+    @property
+    def verdict(self) -> str:
+        return str(self.watch.verdict or "")
+
+
+@pytest.fixture
+def ranks(caplog: pytest.LogCaptureFixture) -> Ranks:
+    logger = logging.getLogger("moe_engine")
+    logger.propagate = True
+    caplog.set_level(logging.WARNING, "moe_engine")
+    return Ranks()
+
+
+def in_step(step: int, operations: int, operation: str = "all_gather") -> Position:
+    return Position(step - 1, operations, step, "running the model", operation)
+
+
+def test_the_rank_that_others_wait_for_is_late_once(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.positions = [in_step(812, 41), in_step(812, 41), in_step(812, 41), in_step(812, 40)]
+    ranks.run(0.9)
+    assert not caplog.messages
+    ranks.run(1.6)
+    assert caplog.messages == ["TP3 (pid 103) is late: step 812, running the model, after all_gather, 1.1 s"]
+    ranks.positions = [in_step(812, 42)] * 4
+    ranks.run(0.5)
+    assert len(caplog.messages) == 1 and not ranks.verdict
+
+
+def test_a_plan_that_never_arrived_makes_late(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.positions = [in_step(7, 1), in_step(7, 1), Position(6, 0), in_step(7, 1)]
+    ranks.run(1.5)
+    assert [line.split(",")[0] for line in caplog.messages] == ["TP2 (pid 102) is late: idle"]
+
+
+def test_long_steps_have_patience(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.watch.stepped(2.0)
+    ranks.positions = [in_step(3, 5), in_step(3, 4), in_step(3, 5), in_step(3, 5)]
+    ranks.run(5.8)
+    assert not caplog.messages
+    ranks.run(0.5)
+    assert caplog.messages[0].startswith("TP1 (pid 101) is late: step 3")
+
+
+def test_all_slow_together_blames_nobody(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.positions = [in_step(3, 5)] * 4
+    ranks.run(2.0)
+    assert [line.split(",")[0] for line in caplog.messages] == ["Every rank is slow: step 3"]
+
+
+def test_rest_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.positions = [Position(9, 90)] * 4
+    ranks.run(600.0)
+    ranks.positions = [in_step(10, 91), in_step(10, 91), in_step(10, 90), in_step(10, 91)]
+    ranks.run(0.5)
+    assert not caplog.messages and not ranks.verdict
+
+
+def test_silence_is_a_verdict_that_names_all_silent_ranks(ranks: Ranks) -> None:
+    heard: list[RankLost] = []
+    ranks.watch.on_verdict(heard.append)
+    ranks.positions = [in_step(4, 2)] * 4
+    ranks.run(1.0)
+    ranks.run(2.7, silent=(1, 2))
+    assert not ranks.verdict
+    ranks.run(0.5, silent=(1, 2))
+    assert ranks.verdict.startswith("TP1 (pid 101), TP2 (pid 102) silent for 3.") and "step 4" in ranks.verdict
+    assert [str(verdict) for verdict in heard] == [ranks.verdict]
+
+
+def test_time_in_which_the_watch_itself_slept_is_not_silence(ranks: Ranks) -> None:
+    for _ in range(5):
+        ranks.watch.tick(60.0)  # a machine that was suspended, five times
+    assert not ranks.verdict
+
+
+def test_the_echo_of_a_death_waits_for_the_death(ranks: Ranks) -> None:
+    ranks.watch.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
+    ranks.run(1.0)
+    ranks.watch.died(3, "TP3 (pid 103) was killed by SIGKILL")
+    ranks.watch.failed(1, "all_gather failed", peer_lost=True)
+    ranks.run(10.0)
+    assert ranks.verdict.startswith("TP3 (pid 103) was killed by SIGKILL")
+
+
+def test_after_an_echo_a_short_silence_is_enough(ranks: Ranks) -> None:
+    ranks.watch.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
+    ranks.run(1.0, silent=(3,))  # its whole node went, and nobody is left there to say so
+    assert ranks.verdict.startswith("TP3 (pid 103) silent for 0.9 s")
+
+
+def test_a_collective_that_timed_out_blames_the_rank_behind(ranks: Ranks) -> None:
+    ranks.positions = [in_step(4, 9), in_step(4, 8), in_step(4, 9), in_step(4, 9)]
+    ranks.watch.failed(2, "all_gather timed out", peer_lost=True)
+    ranks.run(5.0)
+    assert ranks.verdict.startswith("TP1 (pid 101) did not come along: step 4") and "all_gather" in ranks.verdict
+
+
+def test_an_error_of_its_own_is_the_ranks(ranks: Ranks) -> None:
+    ranks.watch.failed(2, "ValueError: no such slot", config_error=False)
+    ranks.watch.died(2, "TP2 (pid 102) exited with code 1")
+    assert ranks.verdict == "TP2 (pid 102) failed: ValueError: no such slot"
+
+
+def test_ends_that_were_asked_for_are_no_loss(ranks: Ranks) -> None:
+    ranks.watch.end()
+    ranks.watch.died(1, "TP1 (pid 101) exited with code 0")
+    ranks.run(10.0, silent=(1, 2, 3))
+    assert not ranks.verdict
+
+
+def test_ranks_with_other_kernels_may_not_start(ranks: Ranks) -> None:
+    ranks.watch.loaded(0, {"ops": "cpu"})
+    assert "TP1 (pid 101) chose the kernels {}, rank 0 {'ops': 'cpu'}" in ranks.verdict and ranks.watch.config_error
+
+
+def test_names_tell_the_host_where_there_are_several_nodes() -> None:
+    watch = Ranks(num_nodes=2).watch
+    assert [watch.describe(rank) for rank in (0, 3)] == ["TP0 (pid 100 on head)", "TP3 (pid 103 on host3)"]
