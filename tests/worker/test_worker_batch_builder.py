@@ -167,7 +167,7 @@ def test_contradictory_plans_are_refused(change: dict) -> None:
     builder = BatchBuilder(rows, 1, MLAFormPolicy(), STREAM)
     builder.build(StepPlan(**fields))
     table = rows.slot_table.clone()
-    with pytest.raises(ValueError, match="plan 9|grows to"):
+    with pytest.raises(ValueError, match=r"plan 9|grows to"):
         builder.build(StepPlan(**{**fields, **change}))
     assert torch.equal(rows.slot_table, table)
 
