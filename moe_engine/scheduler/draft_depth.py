@@ -52,6 +52,8 @@ class FixedDepth:
         return None
 
 
+KEEP = 4
+"""Steps over which a choice is kept while the batch is the same: weighing costs about as much as a small operator."""
 TRIES = 3
 """Steps with a single draft that begin it all."""
 UNPRICED = 8
@@ -118,6 +120,8 @@ class AutoDepth:
         self._num_tried = 0
         """Steps with drafts since it woke."""
         self._unpriced = 0
+        self._kept, self._kept_for, self._keep_until = 0, (0, 0), 0
+        self._retry_at = RETRY_EVERY
         self._steps = 0
         self._wake_at = 0
         self._asleep_below = 0
@@ -139,14 +143,21 @@ class AutoDepth:
         self._unpriced = 0
         if self._num_tried < TRIES or not self._price.knows_drafting:
             return min(1, self._max)
+        if self._kept_for == (num_requests, num_draftable) and self._steps < self._keep_until:
+            return self._kept
         depths = range(self._max + 1)
         speeds = [self._speed(num_requests, num_draftable, depth) for depth in depths]
         best = max(depths, key=speeds.__getitem__)
         self._judge(speeds[best] if best else 0.0, num_requests)
         if not self._awake:
             return 0
-        if self._steps % RETRY_EVERY == 0:
+        if self._steps >= self._retry_at:
+            self._retry_at = self._steps + RETRY_EVERY
             best = max((depth for depth in depths if depth != best), key=speeds.__getitem__)
+            return min(best, 2 * self._price.deepest)
+        if best <= self._price.deepest:
+            self._kept, self._kept_for = best, (num_requests, num_draftable)
+            self._keep_until = self._steps + KEEP
         return min(best, 2 * self._price.deepest)
 
     def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
