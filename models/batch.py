@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.parallel.step_sizes import StepSizes
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class ForwardBatch:
     """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
 
     `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA, a pair [num_slots, G, Dh] (keys, values)
-    for GQA. `attention_plan` is what the attention backend's `plan` returned for this step.
+    for GQA. `attention_plan` is what the attention backend's `plan` returned for this step. `sizes` tells what the
+    other ranks have in this step; needed with DP attention, also by a rank without tokens.
     """
 
     input_ids: Tensor  # [T] int64
@@ -29,6 +31,7 @@ class ForwardBatch:
     attention: AttentionBatch
     attention_plan: Any
     kv: Sequence[Any]
+    sizes: StepSizes | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -36,10 +39,13 @@ class ForwardBatch:
 
 
 class Model(Protocol):
-    """A language model of the engine. Built from its config and a weight reader; see `models.registry`."""
+    """A language model of the engine. Built from its config and a weight reader; see `models.registry`.
+
+    On many ranks both calls are collective: all ranks of the model call them in the same order, also without tokens.
+    """
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, D] -> [S, V] float32."""
+    def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
+        """hidden [S, D] -> [S, V] float32. `sizes` as in `ForwardBatch`, with S of every attention group."""

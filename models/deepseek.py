@@ -33,9 +33,8 @@ class DeepseekModel(Decoder):
         max_positions: int | None = None,
         max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
     ) -> None:
-        self._parallel = parallel
         self._max_expanded_tokens = max_expanded_tokens
-        super().__init__(config, reader, backends, max_positions)
+        super().__init__(config, reader, backends, parallel, max_positions)
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> MLAAttention:
         return MLAAttention(
@@ -43,7 +42,7 @@ class DeepseekModel(Decoder):
             layer_index,
             reader,
             self.backends,
-            self._parallel,
+            self.parallel,
             rotary,
             max_expanded_tokens=self._max_expanded_tokens,
         )
@@ -53,8 +52,8 @@ class DeepseekModel(Decoder):
         is_mtp = layer_index >= config.num_layers
         is_moe = config.is_moe if is_mtp else config.moe_layers[layer_index]
         if is_moe:
-            return MoE(config, self.backends, reader, self._parallel, prefix)
-        return MLP(self.backends, reader, prefix, config.hidden_size, config.intermediate_size)
+            return MoE(config, self.backends, reader, self.parallel, prefix)
+        return MLP.dense(self.backends, reader, self.parallel, prefix, config.hidden_size, config.intermediate_size)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self.layers[0].attention.pieces(batch)

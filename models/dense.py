@@ -27,11 +27,10 @@ class DenseModel(Decoder):
         parallel: ParallelContext,
         max_positions: int | None = None,
     ) -> None:
-        self._parallel = parallel
-        super().__init__(config, reader, backends, max_positions)
+        super().__init__(config, reader, backends, parallel, max_positions)
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> GQAttention:
-        return GQAttention(self.config, layer_index, reader, self.backends, self._parallel, rotary)
+        return GQAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, query_groups(batch)
@@ -40,11 +39,11 @@ class DenseModel(Decoder):
         config, layer = self.config, f"model.layers.{layer_index}"
         if config.moe_layers[layer_index]:
             return self.make_moe(layer, reader)
-        prefix = f"{layer}.mlp"
-        return MLP(self.backends, reader, prefix, config.hidden_size, config.intermediate_size, config.mlp_bias)
+        widths = config.hidden_size, config.intermediate_size
+        return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, config.mlp_bias)
 
     def make_moe(self, layer: str, reader: WeightSource) -> MoE:
-        return MoE(self.config, self.backends, reader, self._parallel, f"{layer}.mlp")
+        return MoE(self.config, self.backends, reader, self.parallel, f"{layer}.mlp")
 
 
 class MixtralModel(DenseModel):
@@ -52,4 +51,4 @@ class MixtralModel(DenseModel):
 
     def make_moe(self, layer: str, reader: WeightSource) -> MoE:
         names = ExpertNames(gate="w1", up="w3", down="w2")
-        return MoE(self.config, self.backends, reader, self._parallel, f"{layer}.block_sparse_moe", names)
+        return MoE(self.config, self.backends, reader, self.parallel, f"{layer}.block_sparse_moe", names)

@@ -62,6 +62,9 @@ class DummyReader:
     ) -> Tensor:
         return self.tensor(prefix + ".weight", shape, rows=rows, cols=cols, out=out)
 
+    def skip(self, name: str) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.mtp import HasMTPLayers, MTPLayers
+from moe_engine.models.sharding import widths_of
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import WeightSource, open_source
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -37,16 +38,19 @@ def load_model(
     """Builds the config's model and pulls its weights; holds little more than the weights themselves meanwhile.
 
     Args:
+        parallel: this rank's place among many; it loads its own part. Its dispatcher must be there if tokens travel.
         dtype: of activations and weights; a torch dtype or a name (``auto`` follows the checkpoint).
         load_format: ``auto`` and ``safetensors`` read the directory, ``dummy`` draws random weights from `seed`.
         progress: a bar on stderr.
         model_options: keywords of the model class (``max_positions``, DeepSeek's ``max_expanded_tokens``).
 
     Raises:
-        CheckpointError: naming file and tensor. ConfigError: for a bad dtype or load format.
+        CheckpointError: naming file and tensor. ConfigError: for a bad dtype or load format, or a model that cannot be
+            cut as `parallel` says.
     """
-    if parallel.attn_tp_size > 1 or parallel.ep_size > 1:
-        raise NotAvailableYet("--tp-size and --ep-size above 1 are not available yet; use data parallelism or one rank")
+    parallel.topology.check(widths_of(config))
+    if parallel.topology.travels and parallel.dispatcher is None and config.is_moe:
+        raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: with_dispatcher comes first")
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
     with torch.no_grad():
         reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_model, config))

@@ -27,6 +27,7 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.step_sizes import StepSizes
 
 
 @runtime_checkable
@@ -52,7 +53,7 @@ class MTPLayers:
         """What the layers take beyond the model, as the kernels keep them."""
         self._fused: Any | None = None
         attention = model.backends.attention
-        if isinstance(attention, FusedDrafting):
+        if isinstance(attention, FusedDrafting) and model.parallel.world_size == 1:
             levels = [layer.level() for layer in self._layers]
             self._fused = attention.fuse_drafts(levels, model.embedding.weight, model.head.weight)
 
@@ -73,7 +74,7 @@ class MTPLayers:
             v [T, D]: for `logits`, and the hidden for drafting further.
         """
         model = self._model
-        args = model.attention_args(batch)
+        args = model.step_args(batch)
         return self._layers[layer].forward(model.embedding(input_ids), hidden, *args)
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
@@ -105,9 +106,9 @@ class MTPLayers:
         caches = [kv[i] for i in self.kv_layers]
         return attention.run_drafts(self._fused, state, roots, steps, caches, parameters, uniform)
 
-    def logits(self, v: Tensor) -> Tensor:
-        """v [S, D] -> [S, V] float32, by the model's head."""
-        return self._model.logits(v)
+    def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
+        """v [S, D] -> [S, V] float32, by the model's head. `sizes` as `Model.logits` takes them."""
+        return self._model.logits(v, sizes)
 
 
 class MTPLayer:

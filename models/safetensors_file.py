@@ -59,21 +59,29 @@ class SafetensorsFile:
         count = entry.num_bytes // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
 
-    def prefetch(self, name: str) -> None:
-        """Has the system start to read the tensor."""
-        self._advise(name, mmap.MADV_WILLNEED, outward=True)
+    def prefetch(self, name: str, rows: slice | None = None, cols: slice | None = None) -> None:
+        """Has the system start to read the tensor, or the part of it that will be wanted.
+
+        Columns wide enough to spare pages between the rows are left to be read when they are touched.
+        """
+        entry = self.entries[name]
+        start, stop = entry.start, entry.stop
+        if rows is not None:
+            first, last, _ = rows.indices(entry.shape[0])
+            row_bytes = entry.num_bytes // max(1, entry.shape[0])
+            start, stop = entry.start + first * row_bytes, entry.start + last * row_bytes
+        if cols is not None:
+            width = len(range(*cols.indices(entry.shape[1])))
+            if entry.num_bytes // max(1, entry.shape[0]) - width * DTYPES[entry.dtype].itemsize >= 2 * mmap.PAGESIZE:
+                return
+        self._advise(mmap.MADV_WILLNEED, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
 
     def release(self, name: str) -> None:
         """Lets go of the tensor's pages, so that they no longer count as this process's memory."""
-        self._advise(name, mmap.MADV_DONTNEED, outward=False)
-
-    def _advise(self, name: str, advice: int, outward: bool) -> None:
         entry, page = self.entries[name], mmap.PAGESIZE
-        if outward:
-            start, stop = entry.start // page * page, entry.stop
-        else:
-            start, stop = -(-entry.start // page) * page, entry.stop // page * page
-        if stop <= start:
-            return
-        with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(advice, start, stop - start)
+        self._advise(mmap.MADV_DONTNEED, -(-entry.start // page) * page, entry.stop // page * page)
+
+    def _advise(self, advice: int, start: int, stop: int) -> None:
+        if stop > start:
+            with contextlib.suppress(OSError, ValueError):
+                self._map.madvise(advice, start, stop - start)

@@ -63,6 +63,9 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of that name."""
 
+    def skip(self, name: str) -> None:
+        """A tensor that belongs to the model, but to other ranks of it (and the scales beside it)."""
+
     def finish(self) -> None:
         """Ends loading. Raises CheckpointError when tensors are left that no layer asked for."""
 
@@ -76,6 +79,9 @@ class WeightReader:
         block: rows and columns that one scale of a block-FP8 weight covers.
         ignore: of all names, those that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and time left on stderr.
+
+    Attributes:
+        num_bytes_read: of tensors and scales, so far; of sliced ones only the slices.
 
     Raises:
         CheckpointError: naming file and tensor, what was expected, what was found, and the fix.
@@ -95,6 +101,7 @@ class WeightReader:
         self._directory = Path(directory)
         self._block = block
         self._lock = threading.Lock()
+        self.num_bytes_read = 0
         self._files = _open_files(self._directory)
         # A projection of width 0 (no shared experts, as transformers saves it) holds nothing that could be asked for.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
@@ -107,6 +114,11 @@ class WeightReader:
     def has(self, name: str) -> bool:
         return name in self._files
 
+    def skip(self, name: str) -> None:
+        for unread in (name, scale_of(name, self._files)):
+            if unread in self._unread:
+                self._account(unread, 0)
+
     def tensor(
         self,
         name: str,
@@ -118,7 +130,7 @@ class WeightReader:
         out: Tensor | None = None,
     ) -> Tensor:
         self._check(name, shape, FLOATS)
-        part = _cut(self._open(name), rows, cols)
+        part = self._open(name, rows, cols)
         if out is None:
             out = torch.empty(part.shape, dtype=dtype or self.dtype, device=self.device)
         _copy(out, part)
@@ -139,7 +151,7 @@ class WeightReader:
         if scale_name is None:
             return self.tensor(name, shape, rows=rows, cols=cols, out=out)
         self._check(name, shape, (*FP8, *FLOATS))
-        part = _cut(self._open(name), rows, cols)
+        part = self._open(name, rows, cols)
         if out is None:
             out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
         dequantise_into(out, part, self._scale(scale_name, shape), self._block, rows, cols)
@@ -189,14 +201,21 @@ class WeightReader:
                 "use a bf16 or block-FP8 checkpoint"
             )
 
-    def _open(self, name: str) -> Tensor:
-        self._files[name].prefetch(name)
-        return self._files[name].view(name)
+    def _open(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        self._files[name].prefetch(name, rows, cols)
+        return _cut(self._files[name].view(name), rows, cols)
 
     def _done(self, name: str, num_bytes: int) -> None:
         with self._lock:
             self._files[name].release(name)
+            self._account(name, num_bytes)
+
+    def _account(self, name: str, num_bytes: int) -> None:
+        """Counts a tensor as dealt with; what this rank leaves out of it is no longer to come."""
+        self.num_bytes_read += num_bytes
+        if name in self._unread:
             self._unread.discard(name)
+            self._bar.total -= self._entry(name).num_bytes - num_bytes
             self._bar.update(num_bytes)
 
 

@@ -45,6 +45,9 @@ class Group(Protocol):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """x [size, ...] -> the sum over ranks of their x[rank], in x's dtype."""
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, with the same bits on each; x may be overwritten by it."""
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Fills `x` with the source rank's; returns it."""
 
@@ -75,6 +78,9 @@ class SingleRank:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return x[0]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return x
@@ -132,6 +138,12 @@ class DistributedGroup:
         self._tell("reduce_scatter", [out.nbytes] * self.size)
         self._run("reduce_scatter", _reduce_scatter, out.flatten(), x.contiguous().flatten())
         return out
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        self._tell("all_reduce", [x.nbytes] * self.size)
+        self._run("all_reduce", dist.all_reduce, x)
+        return x
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         self._tell("broadcast", [x.nbytes if self.rank == source else 0] * self.size)

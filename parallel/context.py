@@ -1,22 +1,77 @@
-"""Who this rank is among the ranks. Handed to constructors; there is no global getter."""
+"""Who this rank is among the ranks of a model, and its groups. Handed to constructors; there is no global getter."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from moe_engine.parallel.collectives import DistributedGroup, Group, SingleRank
+from moe_engine.parallel.topology import RankLists, Topology
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.dispatch.build import PhasedDispatcher
+    from moe_engine.parallel.dispatch.protocol import DispatchShape
+    from moe_engine.parallel.dispatch.tables import DispatchChoice
+
+ONE_RANK = Topology()
+ALONE: Group = SingleRank()
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Sizes and ranks along each axis; a single process is every axis at size 1."""
+    """A rank's place and groups; a single process is every axis at size 1.
 
-    world_size: int = 1
+    Attributes:
+        world: all ranks of the model. attn_tp: those that share its requests. moe_tp: those that share its experts.
+            ep: those that hold the other experts. node, rails: of its host, and with its place on every host.
+        dispatcher: moves tokens to the ranks of their experts; set where `topology.travels`, see `with_dispatcher`.
+        decode_tokens: most that a rank brings to its decode mode.
+    """
+
+    topology: Topology = ONE_RANK
     world_rank: int = 0
-    attn_tp_size: int = 1
-    attn_tp_rank: int = 0
-    attn_dp_size: int = 1
-    attn_dp_rank: int = 0
-    ep_size: int = 1
-    ep_rank: int = 0
+    world: Group = ALONE
+    attn_tp: Group = ALONE
+    moe_tp: Group = ALONE
+    ep: Group = ALONE
+    node: Group = ALONE
+    rails: Group = ALONE
+    dispatcher: PhasedDispatcher | None = None
+    decode_tokens: int = 0
+    process_group: Any = None
+    """torch's own of the world, for libraries that want one."""
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.tp_size
+
+    @property
+    def attn_tp_size(self) -> int:
+        return self.topology.attn_tp_size
+
+    @property
+    def attn_tp_rank(self) -> int:
+        return self.topology.attn_tp_rank(self.world_rank)
+
+    @property
+    def attn_dp_size(self) -> int:
+        return self.topology.attn_dp_size
+
+    @property
+    def attn_dp_rank(self) -> int:
+        return self.topology.attn_dp_rank(self.world_rank)
+
+    @property
+    def ep_size(self) -> int:
+        return self.topology.ep_size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.topology.ep_rank(self.world_rank)
 
     @property
     def log_tag(self) -> str:
@@ -26,3 +81,59 @@ class ParallelContext:
 
 
 SINGLE = ParallelContext()
+
+
+def join(
+    topology: Topology, rank: int, timeout_s: float, device: torch.device | str = "cpu", backend: str | None = None
+) -> ParallelContext:
+    """The context of this rank. Collective over torch's default process group, whose size is `topology.tp_size`.
+
+    Args:
+        timeout_s: after which an operation among ranks raises `PeerLost`.
+        device: where the tensors live that travel.
+        backend: of the process groups; None takes the default group's.
+    """
+    if topology.tp_size == 1:
+        return ParallelContext(topology)
+    if dist.get_world_size() != topology.tp_size:
+        raise ValueError(f"torch.distributed has {dist.get_world_size()} ranks, --tp-size is {topology.tp_size}")
+    made: dict[tuple[int, ...], Any] = {}
+
+    def process_group(lists: RankLists) -> Any:
+        """This rank's of these groups; all ranks make all of them, in one order, and equal ones once."""
+        for ranks in lists:
+            if len(ranks) > 1 and tuple(ranks) not in made:
+                made[tuple(ranks)] = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
+        return next(made.get(tuple(ranks)) for ranks in lists if rank in ranks)
+
+    def group(lists: RankLists) -> Group:
+        found = process_group(lists)
+        return SingleRank(device) if found is None else DistributedGroup(found, timeout_s, device)
+
+    everybody = [list(range(topology.tp_size))]
+    return ParallelContext(
+        topology=topology,
+        world_rank=rank,
+        world=group(everybody),
+        attn_tp=group(topology.attn_tp_groups()),
+        moe_tp=group(topology.moe_tp_groups()),
+        ep=group(topology.ep_groups()),
+        node=group(topology.node_groups()),
+        rails=group(topology.rail_groups()),
+        process_group=process_group(everybody),
+    )
+
+
+def with_dispatcher(
+    parallel: ParallelContext, choice: DispatchChoice, shape: DispatchShape, decode_tokens: int
+) -> ParallelContext:
+    """The context with the dispatcher that all layers use one after the other. Collective over the model's ranks.
+
+    Args:
+        shape: `max_tokens` is what a rank brings at most: its share of its attention group's tokens.
+        decode_tokens: the same in the decode mode, which serves steps that only decode and are not larger.
+    """
+    from moe_engine.parallel.dispatch.build import Groups, build
+
+    groups = Groups(parallel.ep, parallel.node, parallel.rails, parallel.process_group)
+    return replace(parallel, dispatcher=build(choice, shape, decode_tokens, groups), decode_tokens=decode_tokens)

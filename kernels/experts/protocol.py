@@ -64,7 +64,7 @@ class FusedExperts(Protocol):
         """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> add + sum_k w_k * expert_k(x) [T, D].
 
         `add` [T, D] is the shared expert's output. The sum over k runs in the order of the columns (the result does not
-        depend on the other tokens).
+        depend on the other tokens). Ids outside [0, E) count nothing.
         """
 
 

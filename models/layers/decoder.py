@@ -20,16 +20,26 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.embedding import Embedding, Head
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rope import make_rotary_table
+from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_moves, with_sizes
 from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.dispatch.protocol import Phase
+from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.parallel.token_moves import TokenLayout
 
 
 class FeedForward(Protocol):
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, D] -> [T, D], new memory."""
+    tokens: TokenLayout
+    """Which tokens it takes, and whether it returns summands, on many ranks."""
+
+    def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
+        """x [T, D] -> [T, D], new memory. `phase`: the step's, on every rank the same."""
 
 
 class DecoderLayer:
     """norm'd hidden [T, D] -> norm'd hidden of the next layer; `residual` [T, D] is added to in place, twice."""
+
+    shares_out = False
 
     def __init__(self, attention: Any, post_norm: RMSNorm, feed_forward: FeedForward, next_norm: RMSNorm) -> None:
         self.attention = attention
@@ -50,29 +60,47 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, reader: WeightSource, backends: Backends, max_positions: int | None = None
+        self,
+        config: ModelConfig,
+        reader: WeightSource,
+        backends: Backends,
+        parallel: ParallelContext,
+        max_positions: int | None = None,
     ) -> None:
         self.config = config
         self.backends = backends
+        self.parallel = parallel
         self.rotary = make_rotary_table(config.rope, max_positions or config.context_length, reader.device)
-        self.embedding = Embedding(config, reader)
+        self.embedding = Embedding(config, reader, parallel)
         names = [f"model.layers.{i}" for i in range(config.num_layers)]
         norms = [self.make_norm(reader, f"{name}.input_layernorm") for name in names]
         norms.append(self.make_norm(reader, "model.norm"))
         self._first_norm = norms[0]
-        self.layers = [self.make_layer(i, reader, norms[i + 1]) for i in range(config.num_layers)]
-        self.head = Head(config, reader, backends.linear, self.embedding)
-        self.weight_bytes = held_bytes(self)
+        self.layers: list[DecoderLayer | ShardedLayer] = []
+        for i in range(config.num_layers):
+            shared_out = any(layer.shares_out for layer in self.layers)
+            self.layers.append(self.make_layer(i, reader, norms[i + 1], shared_out))
+        self.head = Head(config, reader, backends.linear, self.embedding, parallel)
+        self.weight_bytes = held_bytes(self, shared=parallel)
         """What weights and tables take, as the kernels keep them."""
 
     def make_norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
         return RMSNorm(self.backends.ops, reader, prefix, self.config.hidden_size, self.config.norm_eps)
 
-    def make_layer(self, layer_index: int, reader: WeightSource, next_norm: RMSNorm) -> DecoderLayer:
-        """Loads ``model.layers.{layer_index}`` but for its input norm, which the layer before it applies."""
+    def make_layer(
+        self, layer_index: int, reader: WeightSource, next_norm: RMSNorm, shared_out: bool = False
+    ) -> DecoderLayer | ShardedLayer:
+        """Loads ``model.layers.{layer_index}`` but for its input norm, which the layer before it applies.
+
+        `shared_out`: the layer before it has left each rank with its share of the residual stream.
+        """
         attention = self.make_attention(layer_index, reader, self.rotary)
         post = self.make_norm(reader, f"model.layers.{layer_index}.post_attention_layernorm")
-        return DecoderLayer(attention, post, self.make_feed_forward(layer_index, reader), next_norm)
+        feed_forward = self.make_feed_forward(layer_index, reader)
+        if self.parallel.world_size == 1:
+            return DecoderLayer(attention, post, feed_forward, next_norm)
+        moves = choose_moves(self.parallel, feed_forward.tokens, shared_out)
+        return ShardedLayer(attention, post, feed_forward, next_norm, moves)
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         raise NotImplementedError
@@ -84,15 +112,19 @@ class Decoder:
         """What every layer's attention is given besides the hidden states; host work of a step belongs here."""
         return (batch,)
 
+    def step_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
+        """`attention_args` of the batch, whose sizes are known afterwards where there are many ranks."""
+        return self.attention_args(batch if self.parallel.world_size == 1 else with_sizes(batch, self.parallel))
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""
-        args = self.attention_args(batch)
+        args = self.step_args(batch)
         residual = self.embedding(batch.input_ids)  # [T, D]
         hidden = self._first_norm(residual)
         for layer in self.layers:
             hidden = layer.forward(hidden, residual, *args)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """hidden [S, D] -> [S, V] float32."""
-        return self.head(hidden)
+        return self.head(hidden, sizes)

@@ -1,10 +1,14 @@
-"""Tokens in, logits out.
+"""Tokens in, logits out; on many ranks each holds a part of the vocabulary's rows.
 
-Legend: T tokens, S rows, D hidden, V vocabulary.
+Legend: T tokens, S rows, D hidden, V vocabulary, W rows of the vocabulary on a rank, N rows of all groups, R ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,29 +16,108 @@ from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.linear import Linear
 from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.collectives import Group
+from moe_engine.parallel.context import SINGLE, ParallelContext
+from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.parallel.uneven import exchange_columns, gather_rows, sum_over
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class Embedding:
     """ids [T] -> [T, D], new memory (the residual stream is added to in place)."""
 
-    def __init__(self, config: ModelConfig, reader: WeightSource, name: str = "model.embed_tokens.weight") -> None:
-        self.weight = reader.tensor(name, (config.vocab_size, config.hidden_size))
+    def __init__(
+        self, config: ModelConfig, reader: WeightSource, parallel: ParallelContext = SINGLE, name: str = EMBEDDING
+    ) -> None:
+        self._group = parallel.attn_tp
+        self.weight = load_vocabulary(partial(reader.tensor, name), reader, config, self._group)  # [W, D]
+        self._first = self._group.rank * len(self.weight)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        if self._group.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self._first
+        elsewhere = (local < 0) | (local >= len(self.weight))
+        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        return sum_over(self._group, rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
 
 class Head:
-    """hidden [S, D] -> logits [S, V] float32. A tied head shares the embedding's memory if its kernel allows."""
+    """hidden [S, D] -> logits [S, V] float32. A tied head shares the embedding's memory if its kernel allows.
 
-    def __init__(self, config: ModelConfig, reader: WeightSource, kernel: LinearKernel, embedding: Embedding) -> None:
-        tied = config.tie_word_embeddings
-        shape = (config.vocab_size, config.hidden_size)
-        self._linear = Linear(kernel, embedding.weight if tied else reader.linear("lm_head", shape))
+    The vocabulary is cut over all ranks, or inside an attention group (`enable_dp_lm_head`). Over all, ranks multiply
+    the rows of every group by their part, and each group gets its own rows back.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightSource,
+        kernel: LinearKernel,
+        embedding: Embedding,
+        parallel: ParallelContext = SINGLE,
+    ) -> None:
+        self._spans = parallel.attn_dp_size > 1 and not parallel.topology.enable_dp_lm_head
+        self._group = parallel.world if self._spans else parallel.attn_tp
+        self._repeats = parallel.attn_tp_size
+        self._vocab_size = config.vocab_size
+        self._linear = Linear(kernel, self._load(config, reader, embedding))
+
+    def _load(self, config: ModelConfig, reader: WeightSource, embedding: Embedding) -> Tensor:
+        if not config.tie_word_embeddings:
+            return load_vocabulary(partial(reader.linear, "lm_head"), reader, config, self._group)
+        if self._spans:  # cut in other parts than the embedding
+            return load_vocabulary(partial(reader.tensor, EMBEDDING), reader, config, self._group)
+        return embedding.weight
 
     @property
     def weight(self) -> PreparedLinear:
+        """This rank's rows of the vocabulary."""
         return self._linear.weight
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self._linear(hidden).float()
+    def __call__(self, hidden: Tensor, step: StepSizes | None = None) -> Tensor:
+        if self._group.size == 1:
+            return self._linear(hidden).float()
+        logits = self._of_all(hidden, step) if self._spans else self._of_group(hidden)  # [S, R * W]
+        return logits[:, : self._vocab_size].float().contiguous()
+
+    def _of_group(self, hidden: Tensor) -> Tensor:
+        if not len(hidden):
+            return hidden.new_empty(0, self._vocab_size)
+        return self._group.all_gather(self._linear(hidden)).transpose(0, 1).flatten(1)
+
+    def _of_all(self, hidden: Tensor, step: StepSizes | None) -> Tensor:
+        if step is None:
+            raise ValueError(
+                "the head is cut over ranks of several attention groups: logits needs the step's sizes; or "
+                "--enable-dp-lm-head"
+            )
+        if not any(step.logits):
+            return hidden.new_empty(0, self._vocab_size)
+        everybody = gather_rows(self._group, hidden[step.own_logits], step.logit_shares)  # [N, D]
+        columns = self._linear(everybody)  # [N, W]
+        if self._repeats > 1:  # every rank of a group gets the group's rows
+            columns = torch.cat([rows for rows in columns.split(list(step.logits)) for _ in range(self._repeats)])
+        return exchange_columns(self._group, columns, _repeat(step.logits, self._repeats))
+
+
+def load_vocabulary(read: Callable[..., Tensor], reader: WeightSource, config: ModelConfig, group: Group) -> Tensor:
+    """This rank's rows [W, D] of an embedding or head; every rank's W is the same, rows behind the last are zero.
+
+    Args:
+        read: `reader`'s `tensor` or `linear`, of the weight.
+    """
+    shape = (config.vocab_size, config.hidden_size)
+    if group.size == 1:
+        return read(shape)
+    width = -(-config.vocab_size // group.size)
+    start = min(group.rank * width, config.vocab_size)
+    stop = min(start + width, config.vocab_size)
+    weight = torch.zeros(width, config.hidden_size, dtype=reader.dtype, device=reader.device)
+    read(shape, rows=slice(start, stop), out=weight[: stop - start])
+    return weight
+
+
+def _repeat(counts: Sequence[int], times: int) -> list[int]:
+    return [count for count in counts for _ in range(times)]

@@ -15,14 +15,19 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.sharding import local_attention
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.share import Share, heads_share
 
 Groups = list[tuple[slice, PagedQueries]]
 
 
 class GQAttention:
-    """hidden [T, D] -> [T, D]. q, k and v come out of one product; q and k are rotated in place in one call."""
+    """hidden [T, D] -> [T, D]. q, k and v come out of one product; q and k are rotated in place in one call.
+
+    On many ranks H and G count this rank's heads, and the result is their summand.
+    """
 
     def __init__(
         self,
@@ -34,17 +39,24 @@ class GQAttention:
         rotary: RotaryTable,
         layer_name: str | None = None,
     ) -> None:
-        gqa = config.attention
-        assert isinstance(gqa, GQAConfig)
+        whole = config.attention
+        assert isinstance(whole, GQAConfig)
+        gqa = local_attention(whole, parallel)
         self._gqa, self._layer_index, self._rotary = gqa, layer_index, rotary
         self._ops = backends.ops
         self._backend: GQABackend = backends.attention  # type: ignore[assignment]
         self._scale = gqa.head_dim**-0.5 * config.rope.softmax_factor
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
-        query, key = gqa.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim
+        query, key = whole.num_heads * gqa.head_dim, whole.num_kv_heads * gqa.head_dim
+        share = Share.of(parallel.attn_tp)
+        kv_share = heads_share(share, whole.num_kv_heads)
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
-        self._qkv = load_linear(backends.linear, reader, names, [query, key, key], config.hidden_size, gqa.qkv_bias)
-        self._o = load_linear(backends.linear, reader, [f"{prefix}.o_proj"], [config.hidden_size], query, gqa.o_bias)
+        self._qkv = load_linear(
+            backends.linear, reader, names, [query, key, key], config.hidden_size, gqa.qkv_bias,
+            [share, kv_share, kv_share],
+        )  # fmt: skip
+        o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]
+        self._o = load_linear(backends.linear, reader, o_proj, hidden, query, gqa.o_bias, in_share=share)
         self._q_norm = self._k_norm = None
         if gqa.qk_norm:
             self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_norm", gqa.head_dim, config.norm_eps)

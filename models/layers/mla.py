@@ -24,16 +24,18 @@ from moe_engine.models.layers import mla_pieces
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.mla_pieces import Piece
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.sharding import local_attention
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.share import Share
 
 LATENT_NORM_EPS = 1e-6
 """Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says."""
 
 
 class MLAAttention:
-    """hidden [T, D] -> [T, D].
+    """hidden [T, D] -> [T, D]; on many ranks H counts this rank's heads, and the result is their summand.
 
     kv_b is held twice, as the linear of the expanded form and split per head for the absorbed one:
     2 * H * (N + V) * C elements a layer (DeepSeek V3 in bf16: 67 MB).
@@ -56,19 +58,20 @@ class MLAAttention:
         max_absorbed_tokens: int = MAX_ABSORBED_TOKENS,
         layer_name: str | None = None,
     ) -> None:
-        mla = config.attention
-        assert isinstance(mla, MLAConfig)
+        whole = config.attention
+        assert isinstance(whole, MLAConfig)
+        mla, self._share = local_attention(whole, parallel), Share.of(parallel.attn_tp)
         self._mla, self._layer_index, self._rotary = mla, layer_index, rotary
         self._ops, self._linear = backends.ops, backends.linear
         self._backend: MLABackend = backends.attention  # type: ignore[assignment]
         self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
         self._limits = (max_expanded_tokens, max_absorbed_tokens)
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
-        self._load_query(config, reader, prefix)
+        self._load_query(config, whole, reader, prefix)
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
-        self._load_kv_b(reader, prefix)
-        width = mla.num_heads * mla.v_head_dim
-        self._o = load_linear(self._linear, reader, [f"{prefix}.o_proj"], [config.hidden_size], width, mla.bias)
+        self._load_kv_b(whole, reader, prefix)
+        width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
+        self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
         self._fuse()
 
     def _fuse(self) -> None:
@@ -96,25 +99,27 @@ class MLAAttention:
         if layer is not None:
             self._run_whole, self._max_fused_tokens = partial(backend.run_layer, layer), backend.max_fused_tokens
 
-    def _load_query(self, config: ModelConfig, reader: WeightSource, prefix: str) -> None:
+    def _load_query(self, config: ModelConfig, mla: MLAConfig, reader: WeightSource, prefix: str) -> None:
         """The products of the layer's input: q_a and kv_a in one where q has a latent, else q and kv_a."""
-        mla, hidden, kernel = self._mla, config.hidden_size, self._linear
+        hidden, kernel, shares = config.hidden_size, self._linear, [self._share]
         query, kv_a = mla.num_heads * mla.qk_head_dim, f"{prefix}.kv_a_proj_with_mqa"
         rank = mla.q_lora_rank
         self._q_norm: RMSNorm | None = None
         if rank is None:
             self._kv_a = load_linear(kernel, reader, [kv_a], [mla.cache_width], hidden, mla.bias)
-            self._q = load_linear(kernel, reader, [f"{prefix}.q_proj"], [query], hidden)
+            self._q = load_linear(kernel, reader, [f"{prefix}.q_proj"], [query], hidden, out_shares=shares)
             return
         both = [f"{prefix}.q_a_proj", kv_a]
         self._kv_a = load_linear(kernel, reader, both, [rank, mla.cache_width], hidden, mla.bias)
         self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
-        self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank)
+        self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
 
-    def _load_kv_b(self, reader: WeightSource, prefix: str) -> None:
+    def _load_kv_b(self, whole: MLAConfig, reader: WeightSource, prefix: str) -> None:
         mla = self._mla
         per_head = mla.qk_nope_head_dim + mla.v_head_dim
-        weight = reader.linear(f"{prefix}.kv_b_proj", (mla.num_heads * per_head, mla.kv_lora_rank))
+        num_rows = whole.num_heads * per_head
+        part = self._share.cut(num_rows)
+        weight = reader.linear(f"{prefix}.kv_b_proj", (num_rows, mla.kv_lora_rank), rows=part)
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
         keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
         self._w_uk = self._linear.prepare_heads(keys)

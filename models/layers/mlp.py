@@ -11,18 +11,37 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.linear.protocol import FusedMLP, PreparedLinear
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.dispatch.protocol import Phase
+from moe_engine.parallel.share import WHOLE, Share
+from moe_engine.parallel.token_moves import TokenLayout
 
 
 class MLP:
-    """x [T, D] -> [T, D]."""
+    """x [T, D] -> [T, D].
+
+    Args:
+        width: of the whole.
+        share: the part of the width that this rank holds; the result is then this rank's summand.
+        tokens: which tokens a layer hands in.
+    """
 
     def __init__(
-        self, backends: Backends, reader: WeightSource, prefix: str, hidden: int, width: int, bias: bool = False
+        self,
+        backends: Backends,
+        reader: WeightSource,
+        prefix: str,
+        hidden: int,
+        width: int,
+        bias: bool = False,
+        share: Share = WHOLE,
+        tokens: TokenLayout = TokenLayout.ALL,
     ) -> None:
         kernel = backends.linear
+        self.tokens = tokens
         gate_up = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias)
-        self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias)
+        self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias, [share, share])
+        self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
         self._silu_and_mul = backends.ops.silu_and_mul
         self._run_mlp = kernel.run_mlp if isinstance(kernel, FusedMLP) and self._fuses(kernel) else None
 
@@ -34,7 +53,23 @@ class MLP:
     def _fuses(self, kernel: FusedMLP) -> bool:
         return kernel.fuses_mlp(self._gate_up.weight, self._down.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @classmethod
+    def dense(
+        cls,
+        backends: Backends,
+        reader: WeightSource,
+        parallel: ParallelContext,
+        prefix: str,
+        hidden: int,
+        width: int,
+        bias: bool = False,
+    ) -> MLP:
+        """A dense layer's: cut over all ranks, or whole on each, as the topology says."""
+        if parallel.topology.cuts_dense:
+            return cls(backends, reader, prefix, hidden, width, bias, Share.of(parallel.world))
+        return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE)
+
+    def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
         if self._run_mlp is not None:
             return self._run_mlp(x, self._gate_up.weight, self._down.weight)
         return self._down(self._silu_and_mul(self._gate_up(x)))

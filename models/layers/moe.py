@@ -19,7 +19,10 @@ from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.load_threads import for_each
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.experts import make_routed_experts
+from moe_engine.parallel.share import WHOLE, Share
+from moe_engine.parallel.token_moves import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,12 @@ def router_spec(moe: MoEConfig) -> RouterSpec:
 
 
 class MoE:
-    """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias stay in float32."""
+    """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias stay in float32.
+
+    On many ranks, where tokens travel, x is this rank's share and each rank holds whole experts, and the shared one
+    whole. Else x is everybody's tokens, each rank holds some of the experts, cut by width, and a part of the shared
+    one, and the result is its summand.
+    """
 
     def __init__(
         self,
@@ -65,10 +73,17 @@ class MoE:
         self._gate = reader.tensor(f"{prefix}.gate.weight", (moe.num_experts, hidden), dtype=wide)  # [E, D]
         bias = f"{prefix}.gate.e_score_correction_bias"
         self._bias = reader.tensor(bias, (moe.num_experts,), dtype=wide) if moe.has_bias else None
-        weights = load_experts(backends.experts, reader, f"{prefix}.experts", moe, hidden, names or ExpertNames())
-        self._routed = make_routed_experts(backends.experts, weights)
-        shared = f"{prefix}.shared_experts"
-        self._shared = MLP(backends, reader, shared, hidden, moe.shared_width) if moe.shared_width else None
+        travels = parallel.dispatcher is not None
+        self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
+        weights = load_experts(
+            backends.experts, reader, f"{prefix}.experts", moe, hidden, names or ExpertNames(),
+            Share.of(parallel.ep), Share.of(parallel.moe_tp),
+        )  # fmt: skip
+        self._routed = make_routed_experts(backends.experts, weights, parallel)
+        share, shared = WHOLE if travels else Share.of(parallel.world), f"{prefix}.shared_experts"
+        self._shared = None
+        if moe.shared_width:
+            self._shared = MLP(backends, reader, shared, hidden, moe.shared_width, share=share)
         self._route = backends.ops.route
         shared_weights = None if self._shared is None else self._shared.weights
         self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
@@ -78,28 +93,43 @@ class MoE:
         """What the kernel runs the whole layer with, where it does so in one call."""
         return None if self._whole is None else self._whole.args[0]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
         if self._whole is not None:
             return self._whole(x)
         weights, ids = self._route(x, self._gate, self._bias, self._spec)  # [T, K]
         shared = None if self._shared is None else self._shared.forward(x)
-        return self._routed.run(x, weights, ids, shared)
+        return self._routed.run(x, weights, ids, shared, phase)
 
 
 def load_experts(
-    kernel: ExpertsKernel, reader: WeightSource, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames
+    kernel: ExpertsKernel,
+    reader: WeightSource,
+    prefix: str,
+    moe: MoEConfig,
+    hidden: int,
+    names: ExpertNames,
+    experts: Share = WHOLE,
+    part: Share = WHOLE,
 ) -> ExpertWeights:
-    """Fills a layer's experts, each through one expert's worth of scratch memory (a thread)."""
-    weights = kernel.allocate(moe.num_experts, hidden, moe.width, reader.dtype, reader.device)
+    """Fills this rank's `part` of its `experts`, each through one expert's worth of scratch memory (a thread)."""
+    width, cut = part.width(moe.width), part.cut(moe.width)
+    count = experts.width(moe.num_experts)
+    first = experts.rank * count
+    weights = kernel.allocate(count, hidden, width, reader.dtype, reader.device)
 
     def scratch() -> tuple[Tensor, Tensor, Tensor]:
-        flat = torch.empty(3, moe.width * hidden, dtype=reader.dtype, device=reader.device)
-        return flat[0].view(moe.width, hidden), flat[1].view(moe.width, hidden), flat[2].view(hidden, moe.width)
+        flat = torch.empty(3, width * hidden, dtype=reader.dtype, device=reader.device)
+        return flat[0].view(width, hidden), flat[1].view(width, hidden), flat[2].view(hidden, width)
 
-    def load(expert: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        for name, out in zip((names.gate, names.up, names.down), parts):
-            reader.linear(f"{prefix}.{expert}.{name}", (out.shape[0], out.shape[1]), out=out)
-        kernel.load_expert(weights, expert, *parts)
+    def load(index: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        expert = f"{prefix}.{first + index}"
+        for name, out in zip((names.gate, names.up), parts):
+            reader.linear(f"{expert}.{name}", (moe.width, hidden), rows=cut, out=out)
+        reader.linear(f"{expert}.{names.down}", (hidden, moe.width), cols=cut, out=parts[2])
+        kernel.load_expert(weights, index, *parts)
 
-    for_each(moe.num_experts, scratch, load)
+    for_each(count, scratch, load)
+    for expert in (*range(first), *range(first + count, moe.num_experts)):
+        for name in (names.gate, names.up, names.down):
+            reader.skip(f"{prefix}.{expert}.{name}.weight")
     return weights

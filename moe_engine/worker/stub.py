@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_pool import KVPool, KVSpec
 from moe_engine.worker.rows import Rows
@@ -26,7 +27,7 @@ class StubModel:
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self._hidden[: batch.num_tokens]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
         return self._logits[: hidden.shape[0]]
 
 

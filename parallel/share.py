@@ -1,0 +1,55 @@
+"""Which part of a width a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Members(Protocol):
+    """Ranks by number; every `collectives.Group` is one."""
+
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part `rank` of `size` equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, group: Members) -> Share:
+        """This rank's part of what its group holds together."""
+        return cls(group.rank, group.size)
+
+    def width(self, total: int) -> int:
+        """Raises ValueError if the parts are not equal (`Topology.check` comes first and names the flags)."""
+        if total % self.size:
+            raise ValueError(f"{total} cannot be cut into {self.size} equal parts")
+        return total // self.size
+
+    def cut(self, total: int) -> slice | None:
+        """The part as a slice of `total`; None for the whole."""
+        if self.size == 1:
+            return None
+        width = self.width(total)
+        return slice(self.rank * width, (self.rank + 1) * width)
+
+    @property
+    def is_first(self) -> bool:
+        """Where what must count once in a sum over the group (a bias) is added."""
+        return self.rank == 0
+
+
+WHOLE = Share()
+
+
+def heads_share(share: Share, num_heads: int) -> Share:
+    """The part of `num_heads` KV heads beside a part of the query heads: where they are fewer than ranks, each is held
+    by neighbouring ranks alike."""
+    if num_heads >= share.size:
+        return share
+    return Share(share.rank * num_heads // share.size, num_heads)

@@ -1,0 +1,98 @@
+"""How many tokens every rank has in a step: what the ranks tell each other before it, once.
+
+Legend: T tokens of an attention group, S rows of its logits, A ranks of an attention group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_engine.parallel.collectives import Group
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.context import ParallelContext
+    from moe_engine.parallel.dispatch.protocol import Phase
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The sizes of a step, the same on every rank, and what follows from them for this one.
+
+    Attributes:
+        tokens: T of every attention group. All 0: nobody has anything to do, and no model is called.
+        logits: S of every attention group.
+        phase: ``decode`` where nobody prefills and everybody's share fits the dispatcher's decode mode.
+    """
+
+    tokens: tuple[int, ...]
+    logits: tuple[int, ...]
+    phase: Phase
+    attn_tp_size: int
+    world_rank: int
+
+    @classmethod
+    def exchange(
+        cls, parallel: ParallelContext, group: Group, num_tokens: int, num_logits: int, prefills: bool
+    ) -> StepSizes:
+        """Collective, once a step, also for a rank that has nothing to do (0, 0, False).
+
+        Args:
+            group: all ranks of the model; its tensors should live on the host, for the host waits for them.
+            prefills: whether this rank's step has a prefill group.
+        """
+        mine = torch.tensor([num_tokens, num_logits, int(prefills)], dtype=torch.int64, device=group.device)
+        rows = group.all_gather(mine)[:: parallel.attn_tp_size].tolist()
+        return cls.known(parallel, [row[0] for row in rows], [row[1] for row in rows], any(row[2] for row in rows))
+
+    @classmethod
+    def known(
+        cls, parallel: ParallelContext, tokens: Sequence[int], logits: Sequence[int], prefills: bool
+    ) -> StepSizes:
+        """Where nothing need be exchanged: all ranks made the same plan. `prefills`: any of them."""
+        largest_share = -(-max(tokens) // parallel.attn_tp_size)
+        phase: Phase = "prefill" if prefills or largest_share > parallel.decode_tokens else "decode"
+        return cls(tuple(tokens), tuple(logits), phase, parallel.attn_tp_size, parallel.world_rank)
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self.tokens)
+
+    @cached_property
+    def shares(self) -> list[int]:
+        """Tokens of every rank where those of a group are shared out among its ranks."""
+        return self._shares_of(self.tokens)
+
+    @cached_property
+    def logit_shares(self) -> list[int]:
+        """The same of the rows of logits."""
+        return self._shares_of(self.logits)
+
+    @cached_property
+    def group_shares(self) -> list[int]:
+        """Those of `shares` that belong to this rank's attention group."""
+        first = self.world_rank // self.attn_tp_size * self.attn_tp_size
+        return self.shares[first : first + self.attn_tp_size]
+
+    @cached_property
+    def own_tokens(self) -> slice:
+        """This rank's share among the tokens of its group."""
+        return self._own(self.shares)
+
+    @cached_property
+    def own_logits(self) -> slice:
+        """This rank's share among the rows of its group's logits."""
+        return self._own(self.logit_shares)
+
+    def _shares_of(self, totals: Sequence[int]) -> list[int]:
+        size = self.attn_tp_size
+        return [total // size + (rank < total % size) for total in totals for rank in range(size)]
+
+    def _own(self, shares: list[int]) -> slice:
+        first = self.world_rank // self.attn_tp_size * self.attn_tp_size
+        start = sum(shares[first : self.world_rank])
+        return slice(start, start + shares[self.world_rank])

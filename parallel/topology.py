@@ -1,0 +1,205 @@
+"""Which rank does what: the sizes of every axis, each rank's place on it, and whether a model can be cut so.
+
+The ranks of one model are numbered from 0 to tp_size - 1; neighbours form the innermost groups. Attention is cut by
+heads inside an attention group (attn_tp), and every attention group has requests of its own (attn_dp). Experts are
+spread over the expert-parallel axis (ep), and each is cut by width inside a MoE group (moe_tp). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.errors import ConfigError
+
+RankLists = list[list[int]]
+
+
+@dataclass(frozen=True)
+class ModelWidths:
+    """What of a model is cut. 0 stands for a part that the model does not have.
+
+    Attributes:
+        latent_kv: one latent serves all heads (MLA), so `num_kv_heads` limits nothing.
+        dense_width: of the dense feed-forward layers.
+        block: channels of a width that cannot be parted: 128 where a kernel keeps block-FP8 weights as they are, 1
+            where they are dequantised on load.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    latent_kv: bool
+    dense_width: int = 0
+    num_experts: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    block: int = 1
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The sizes of a model's axes; a single process is every axis at size 1.
+
+    Attributes:
+        tp_size: ranks of the model (``--tp-size``).
+        attn_dp_size: groups of ranks with requests of their own (``--attn-dp-size``).
+        ep_size: ranks that the experts are spread over (``--ep-size``).
+        moe_dense_tp_size: ranks that a dense layer is cut over: None for all, 1 for none, where each rank runs whole
+            dense layers on its share of the tokens (``--moe-dense-tp-size``).
+        enable_dp_lm_head: the head is cut inside an attention group only (``--enable-dp-lm-head``).
+        moe_a2a_backend: what moves tokens to the ranks of their experts (``--moe-a2a-backend``); with ``none`` every
+            rank sees all tokens instead.
+        num_nodes: hosts that the ranks are spread over evenly (``--nnodes``).
+
+    Raises:
+        ConfigError: the sizes do not fit each other; names the flags and sizes that would.
+    """
+
+    tp_size: int = 1
+    attn_dp_size: int = 1
+    ep_size: int = 1
+    moe_dense_tp_size: int | None = None
+    enable_dp_lm_head: bool = False
+    moe_a2a_backend: str = "none"
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp_size < 1:
+            raise ConfigError(f"--tp-size {self.tp_size}: a model has at least one rank")
+        for flag, size in (
+            ("--attn-dp-size", self.attn_dp_size),
+            ("--ep-size", self.ep_size),
+            ("--nnodes", self.num_nodes),
+        ):
+            if size < 1 or self.tp_size % size:
+                raise ConfigError(
+                    f"{flag} {size} does not divide --tp-size {self.tp_size}; {_nearest(size, self.tp_size)} would"
+                )
+        if self.moe_dense_tp_size not in (None, 1, self.tp_size):
+            raise ConfigError(
+                f"--moe-dense-tp-size {self.moe_dense_tp_size}: dense layers are cut over all ranks (leave the flag "
+                f"out, or {self.tp_size}) or not at all (1)"
+            )
+        if self.travels and self.ep_size != self.tp_size:
+            raise ConfigError(
+                f"--moe-a2a-backend {self.moe_a2a_backend} moves tokens between all ranks, so --ep-size must be "
+                f"--tp-size {self.tp_size}, not {self.ep_size}; or use --moe-a2a-backend none"
+            )
+        if self.enable_dp_lm_head and self.attn_dp_size == 1:
+            raise ConfigError("--enable-dp-lm-head needs DP attention: an --attn-dp-size above 1")
+
+    @property
+    def attn_tp_size(self) -> int:
+        """Ranks of an attention group."""
+        return self.tp_size // self.attn_dp_size
+
+    @property
+    def moe_tp_size(self) -> int:
+        """Ranks that an expert is cut over."""
+        return self.tp_size // self.ep_size
+
+    @property
+    def travels(self) -> bool:
+        """Whether tokens travel to the ranks of their experts, rather than be seen by all ranks."""
+        return self.moe_a2a_backend != "none"
+
+    @property
+    def cuts_dense(self) -> bool:
+        """Whether dense layers are cut over all ranks."""
+        return self.moe_dense_tp_size != 1 or self.tp_size == 1
+
+    # -- a rank's place on each axis
+
+    def attn_tp_rank(self, rank: int) -> int:
+        return rank % self.attn_tp_size
+
+    def attn_dp_rank(self, rank: int) -> int:
+        return rank // self.attn_tp_size
+
+    def moe_tp_rank(self, rank: int) -> int:
+        return rank % self.moe_tp_size
+
+    def ep_rank(self, rank: int) -> int:
+        return rank // self.moe_tp_size
+
+    # -- the groups, as lists of ranks of the world
+
+    def attn_tp_groups(self) -> RankLists:
+        """Ranks that share requests."""
+        return _neighbours(self.tp_size, self.attn_tp_size)
+
+    def moe_tp_groups(self) -> RankLists:
+        """Ranks that share experts."""
+        return _neighbours(self.tp_size, self.moe_tp_size)
+
+    def ep_groups(self) -> RankLists:
+        """Ranks that together hold all experts, in the order of the experts."""
+        return _strided(self.tp_size, self.moe_tp_size)
+
+    def node_groups(self) -> RankLists:
+        """Ranks of one host."""
+        return _neighbours(self.tp_size, self.tp_size // self.num_nodes)
+
+    def rail_groups(self) -> RankLists:
+        """Ranks with the same place on every host."""
+        return _strided(self.tp_size, self.tp_size // self.num_nodes)
+
+    def check(self, model: ModelWidths) -> None:
+        """Whether the model can be cut so.
+
+        Raises:
+            ConfigError: naming the flags, the model's number and the nearest sizes that would do.
+        """
+        attn, moe = self.attn_tp_size, self.moe_tp_size
+        _check_divides(
+            attn, model.num_heads, "attention heads", "--tp-size / --attn-dp-size", "use another of the two flags"
+        )
+        kv_heads = model.num_kv_heads
+        if not model.latent_kv and kv_heads % attn and attn % kv_heads:
+            raise ConfigError(
+                f"{kv_heads} KV heads can neither be shared by {attn} ranks (--tp-size / --attn-dp-size) nor repeated "
+                f"evenly on them; {_nearest(attn, kv_heads)} could share them, a multiple of {kv_heads} repeat them"
+            )
+        if self.cuts_dense:
+            _check_width(
+                self.tp_size, model.dense_width, model.block, "dense layers", "--tp-size", "--moe-dense-tp-size 1"
+            )
+        _check_divides(
+            self.ep_size, model.num_experts, "experts", "--ep-size", "or --ep-num-redundant-experts to fill up"
+        )
+        _check_width(moe, model.expert_width, model.block, "experts", "--tp-size / --ep-size", "a larger --ep-size")
+        if not self.travels:
+            _check_width(
+                self.tp_size, model.shared_width, model.block, "shared experts", "--tp-size", "--moe-a2a-backend"
+            )
+
+
+def _check_divides(size: int, total: int, what: str, flag: str, way_out: str) -> None:
+    if total and total % size:
+        raise ConfigError(
+            f"{total} {what} cannot be shared evenly by {size} ranks ({flag}); {_nearest(size, total)} could; {way_out}"
+        )
+
+
+def _check_width(size: int, width: int, block: int, what: str, flag: str, way_out: str) -> None:
+    if not width or (width % size == 0 and width // size % block == 0):
+        return
+    blocks = "" if block == 1 else f" in blocks of {block}"
+    could = _nearest(size, width // block) if width % block == 0 else "1"
+    raise ConfigError(
+        f"{what} of width {width} cannot be cut evenly over {size} ranks{blocks} ({flag}); {could} could; or {way_out}"
+    )
+
+
+def _nearest(size: int, total: int) -> str:
+    """The divisors of `total` next to `size`, as text: ``2 or 4``."""
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    below, above = [n for n in divisors if n < size], [n for n in divisors if n > size]
+    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+
+
+def _neighbours(total: int, size: int) -> RankLists:
+    return [list(range(start, start + size)) for start in range(0, total, size)]
+
+
+def _strided(total: int, step: int) -> RankLists:
+    return [list(range(first, total, step)) for first in range(step)]

@@ -1,0 +1,106 @@
+"""Steps over a few sequences that every engine of a test runs alike, on one rank or on many.
+
+Sequences belong to attention groups. The script has prefill and decode alone and mixed, a prompt in chunks, groups
+without tokens, and groups with fewer tokens than ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.mtp import MTPLayers
+from moe_engine.parallel.step_sizes import StepSizes
+from tests.models.stepper import Chunk, Stepper
+
+# a step: what runs of each sequence: a number of prompt tokens, or None for one token drawn greedily
+Work = dict[int, int | None]
+STEPS: list[Work] = [
+    {0: 21, 1: 3},
+    {0: None, 1: None, 2: 5},
+    {1: None, 3: 1},
+    {0: None, 2: None, 3: 12},
+    {0: None, 1: None, 2: None, 3: None},
+    {2: None},
+    {0: None, 1: None, 2: None, 3: None},
+]
+SizesOf = Callable[[ForwardBatch], StepSizes | None]
+
+
+def group_of(sequence: int, num_groups: int) -> int:
+    """The four sequences, shared out to one, two or four attention groups."""
+    return sequence * num_groups // 4
+
+
+@dataclass
+class Trace:
+    """What became of the sequences of one group: their tokens, and logits [T, V] of all of them (MTP's too)."""
+
+    tokens: dict[int, list[int]]
+    logits: dict[int, Tensor]
+    drafts: dict[int, Tensor]
+
+
+def prompts(seed: int, vocab_size: int) -> dict[int, list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {s: torch.randint(0, vocab_size, (40,), generator=generator).tolist() for s in range(4)}
+
+
+@torch.no_grad()
+def run(
+    stepper: Stepper,
+    prompt_of: dict[int, list[int]],
+    num_groups: int = 1,
+    group: int = 0,
+    sizes_of: SizesOf = lambda batch: None,
+    mtp: MTPLayers | None = None,
+) -> Trace:
+    """Runs the script for the sequences of one group.
+
+    Args:
+        sizes_of: called in every step, as the ranks' exchange is.
+    """
+    done: dict[int, int] = {}
+    trace = Trace({}, {}, {})
+    logits_of: dict[int, list[Tensor]] = {}
+    drafts_of: dict[int, list[Tensor]] = {}
+    for work in STEPS:
+        chunks = []
+        for sequence, count in work.items():
+            if group_of(sequence, num_groups) != group:
+                continue
+            if count is None:
+                token = int(logits_of[sequence][-1][-1].argmax())
+                trace.tokens.setdefault(sequence, []).append(token)
+                chunks.append(Chunk(sequence, [token], decode=True))
+            else:
+                start = done.get(sequence, 0)
+                done[sequence] = start + count
+                chunks.append(Chunk(sequence, prompt_of[sequence][start : start + count], decode=False))
+        chunks.sort(key=lambda chunk: not chunk.decode)
+        batch = stepper.batch(chunks)
+        sizes = sizes_of(batch)
+        if sizes is not None:
+            batch = replace(batch, sizes=sizes)
+        hidden = stepper.model.forward(batch)
+        assert hidden.shape[0] == batch.num_tokens
+        logits = stepper.model.logits(hidden, sizes)
+        _append(logits_of, chunks, logits)
+        if mtp is not None:
+            next_ids = [token for chunk in chunks for token in (*chunk.tokens[1:], 7)]
+            v = mtp.forward(0, torch.tensor(next_ids, dtype=torch.int64), hidden, batch)
+            _append(drafts_of, chunks, mtp.logits(v, sizes))
+    trace.logits = {sequence: torch.cat(parts) for sequence, parts in logits_of.items()}
+    trace.drafts = {sequence: torch.cat(parts) for sequence, parts in drafts_of.items()}
+    return trace
+
+
+def _append(of: dict[int, list[Tensor]], chunks: list[Chunk], rows: Tensor) -> None:
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    assert rows.shape[0] == sum(lengths)
+    for chunk, part in zip(chunks, rows.split(lengths) if lengths else []):
+        of.setdefault(chunk.sequence, []).append(part)
