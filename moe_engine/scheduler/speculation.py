@@ -86,11 +86,6 @@ class Speculator:
         self.decode_steps = self.accepted_tokens = 0
         return tokens / steps if steps else None
 
-    @property
-    def depth(self) -> int:
-        """Of the plan made last."""
-        return self._depth
-
     def stats(self) -> SpecStats:
         following = self._policy.following
         return SpecStats(self._depth, following, self._verified, list(self._proposed), list(self._accepted))

@@ -53,7 +53,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, sampled: SampledRows) -> Tensor:
         """logits [S, V] float32 (not changed) -> tokens [S] int64, `INVALID_TOKEN` where a row's logits are broken."""
-        parameters = self._parameters(sampled.rows)
+        parameters = self.parameters(sampled.rows)
         if parameters is None:
             return self._kernel.greedy(logits)
         return self._kernel.sample(logits, parameters, self.uniforms(sampled))
@@ -63,7 +63,7 @@ class Sampler:
 
         Greedy rows: 1 for the best token, else 0. Negative token ids: 0.
         """
-        parameters = self._parameters(sampled.rows)
+        parameters = self.parameters(sampled.rows)
         if parameters is None:
             best = self._kernel.greedy(logits)[:, None]
             return ((tokens == best) & (tokens >= 0)).float()
@@ -78,10 +78,7 @@ class Sampler:
         return self._stream.upload(staging).view(torch.float32)[:count]
 
     def parameters(self, rows: np.ndarray) -> SamplingParameters | None:
-        """How rows are drawn, for a kernel that draws by itself; None where all are greedy."""
-        return self._parameters(rows)
-
-    def _parameters(self, rows: np.ndarray) -> SamplingParameters | None:
+        """How rows are drawn; None where all are greedy."""
         last = self._last
         if last is None or last.rows is not rows or last.version != self._state.version:
             last = self._last = _Gathered(rows, self._state.version, self._gather(rows))

@@ -187,3 +187,21 @@ def _serve(rank: int, n: int, pipe: Any, folder: str, gloo_timeout_s: float, env
             answer = (False, traceback.format_exc())
         pipe.send(answer)
     os._exit(0)  # a world that lost a rank would wait in its destructors
+
+
+class World:
+    """Ranks that are started again after a failure, so that one bad case does not hide the others."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._ranks: Ranks | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        if self._ranks is None or not self._ranks.alive:
+            self._ranks = Ranks(self.n)
+        return self._ranks
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from moe_engine.parallel.dispatch.tables import MODES
-from tests.parallel.ranks import Ranks
+from tests.parallel.ranks import World
 from tests.parallel.routings import Routing, dense, routings
 from tests.parallel.worlds import DTYPES, Outcome, Setup, run_interleaved, run_phases, run_routing
 
@@ -31,24 +31,6 @@ def deepep_setups() -> list[Setup]:
         for mode in MODES
         for fp8 in (False, True)
     ]
-
-
-class World:
-    """Ranks that are started again after a failure, so that hypothesis can go on."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self._ranks: Ranks | None = None
-
-    @property
-    def ranks(self) -> Ranks:
-        if self._ranks is None or not self._ranks.alive:
-            self._ranks = Ranks(self.n)
-        return self._ranks
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ import pytest
 from moe_engine.parallel.context import SINGLE
 from moe_engine.parallel.topology import Topology
 from tests.models.checkpoints import make_checkpoint
-from tests.parallel.ranks import Ranks
+from tests.parallel.ranks import World
 from tests.parallel_models import script
 from tests.parallel_models.worlds import Case, load, run_cases
 
@@ -72,24 +72,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         return made[name]
 
     return make
-
-
-class World:
-    """Ranks that are started again after a failure, so that one bad case does not hide the others."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self._ranks: Ranks | None = None
-
-    @property
-    def ranks(self) -> Ranks:
-        if self._ranks is None or not self._ranks.alive:
-            self._ranks = Ranks(self.n)
-        return self._ranks
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -40,11 +40,6 @@ class DraftBatches:
         self._kv = kv
         self._stream = stream
 
-    def singles(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, ids: Tensor) -> ForwardBatch:
-        """One token ids[d] at positions[d] of each row, which sees all before it."""
-        batch = self._builder.even(rows, rows_device, positions, 1, ids)
-        return batch.forward_batch(self._attention.plan(batch.attention), self._kv)
-
     @property
     def kv(self) -> Sequence[Any]:
         """The cache of every layer."""
