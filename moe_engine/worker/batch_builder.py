@@ -10,17 +10,16 @@ Legend: R requests, T tokens, S sampled rows, D decodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import ChainSteps
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.types import StepPlan
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.even_runs import EvenRuns
 from moe_engine.worker.mla_form import MLAFormPolicy
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows
@@ -51,6 +50,7 @@ class BatchBuilder:
         self._form = form
         self._stream = stream
         self._same: _SameRows | None = None
+        self.even_runs = EvenRuns(rows, page_size, stream)
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The plan's `new_rows` and `row_writes` have been applied before."""
@@ -98,7 +98,7 @@ class BatchBuilder:
         lengths = starts + 1
         host32[:count] = lengths
         host32[count:] = host[count : 2 * count]
-        self._check_lengths(plan.rows, lengths)
+        self._rows.check_lengths(plan.rows, lengths)
         positions, slots, flat, ints = self._stream.upload(staging).split(count)
         context_lens, slots32 = ints.view(torch.int32).split(count)
         self._rows.write_slots(flat, slots32)
@@ -122,81 +122,6 @@ class BatchBuilder:
             offsets=same.offsets,
             flat=flat,
         )
-
-    # -- as many tokens of each of some rows
-
-    def even(self, rows: np.ndarray, rows_device: Tensor, starts: np.ndarray, count: int, ids: Tensor) -> StepBatch:
-        """Tokens [starts[i], starts[i] + count) of each row, all sampled, at the slots in the table; ids [R, count].
-        What `assemble` would make of them, at a fraction of the host work."""
-        num = len(rows)
-        total = num * count
-        staging = self._stream.staging(2 * total + (2 * num + 2) // 2)
-        host, host32 = staging.numpy(), staging[2 * total :].view(torch.int32).numpy()
-        positions = host[:total].reshape(num, count)
-        np.add(starts[:, None], np.arange(count), out=positions)
-        np.add(positions, (rows * self._rows.width)[:, None], out=host[total : 2 * total].reshape(num, count))
-        lengths = starts + count
-        self._check_lengths(rows, lengths)
-        host32[:num] = lengths
-        host32[num : 2 * num + 1] = np.arange(0, total + 1, count)
-        device = self._stream.upload(staging)
-        ints = device[2 * total :].view(torch.int32)
-        flat = device[total : 2 * total]
-        queries = PagedQueries(
-            query_lens=[count] * num,
-            context_lens=lengths.tolist(),
-            rows=rows_device.int(),
-            query_starts=ints[num : 2 * num + 1],
-            context_lens_device=ints[:num],
-            slot_table=self._rows.slot_table,
-            page_size=self._page_size,
-        )
-        many = count > 1
-        return StepBatch(
-            input_ids=ids.reshape(-1),
-            positions=device[:total],
-            slots=self._rows.slots_at(flat),
-            logits_rows=device[:0],
-            all_sampled=True,
-            attention=AttentionBatch(queries, None),
-            sampled=SampledRows(
-                rows.repeat(count) if many else rows,
-                host[:total] + 1,
-                rows_device.repeat_interleave(count) if many else rows_device,
-            ),
-            offsets=np.arange(0, total, count),
-            flat=flat,
-        )
-
-    def chain(
-        self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]
-    ) -> tuple[ChainSteps, list[list[int]]]:
-        """Steps of one token a row, positions [steps, R], known before their ids are: the host work of all at once.
-        Returns also the context lengths of each step, on the host."""
-        steps, num = positions.shape
-        total = steps * num
-        staging = self._stream.staging(2 * total + (total + num + 2) // 2)
-        host, host32 = staging.numpy(), staging[2 * total :].view(torch.int32).numpy()
-        host[:total] = positions.ravel()
-        np.add(positions, rows * self._rows.width, out=host[total : 2 * total].reshape(steps, num))
-        host32[:total] = host[:total] + 1
-        host32[total : total + num + 1] = np.arange(num + 1)
-        self._check_lengths(rows, positions[-1] + 1)
-        device = self._stream.upload(staging)
-        ints = device[2 * total :].view(torch.int32)
-        lengths = (positions + 1).tolist()
-        context_lens = ints[:total].view(steps, num)
-        queries = PagedQueries(
-            query_lens=[1] * num,
-            context_lens=lengths[0],
-            rows=rows_device.int(),
-            query_starts=ints[total : total + num + 1],
-            context_lens_device=context_lens[0],
-            slot_table=self._rows.slot_table,
-            page_size=self._page_size,
-        )
-        slots = self._rows.slots_at(device[total : 2 * total]).view(steps, num)
-        return ChainSteps(levels, device[:total].view(steps, num), slots, context_lens, queries), lengths
 
     # -- any plan
 
@@ -232,7 +157,7 @@ class BatchBuilder:
         plan_begins = np.cumsum(counts) - counts
         plan_token = plan_begins[owner] + within  # [T]: each token's place in the plan
         lengths = starts + counts
-        self._check_lengths(runs.rows, lengths)
+        self._rows.check_lengths(runs.rows, lengths)
         at = starts[owner] + within  # [T]: place in the row's slot table
         positions = at if runs.positions is None else runs.positions[plan_token]
         flat = rows[owner] * self._rows.width + at
@@ -283,7 +208,7 @@ class BatchBuilder:
             positions=positions_device,
             slots=slots,
             logits_rows=logits_rows,
-            all_sampled=num_tokens == len(sampled),
+            all_sampled=num_tokens == len(sampled) and bool((sampled == np.arange(num_tokens)).all()),
             attention=AttentionBatch(group(0, num_absorbed, 0), group(num_absorbed, num_requests, 1)),
             sampled=SampledRows(rows[owner[sampled]], positions[sampled] + 1, sampled_rows),
             offsets=offsets,
@@ -335,11 +260,6 @@ class BatchBuilder:
             raise ValueError(f"plan {plan.number}: a count is not positive, or a decode's is not 1")
         if len(plan.input_ids) != len(plan.slots) - decodes:
             raise ValueError(f"plan {plan.number}: {len(plan.input_ids)} input ids, {len(plan.slots)} slots")
-
-    def _check_lengths(self, rows: Sequence[int] | np.ndarray, lengths: np.ndarray) -> None:
-        if len(lengths) and int(lengths.max()) > self._rows.width:
-            row = rows[int(lengths.argmax())]
-            raise ValueError(f"row {row} grows to {lengths.max()} tokens, its table has {self._rows.width}")
 
 
 def _is_pure_decode(plan: StepPlan) -> bool:

@@ -29,11 +29,12 @@ def _rows() -> Rows:
 def plans(draw: st.DrawFn) -> StepPlan:
     rows = draw(st.permutations(range(MAX_ROWS)))[: draw(st.integers(1, MAX_ROWS))]
     num_decodes = draw(st.integers(0, len(rows)))
+    short = draw(st.booleans())  # all that is left of each prompt is its last token
     starts, counts, samples, new_rows, writes = [], [], [], [], []
     for i, row in enumerate(rows):
-        starts.append(draw(st.integers(0, CONTEXT - 12)))
-        counts.append(1 if i < num_decodes else draw(st.integers(1, 12)))
-        samples.append(i < num_decodes or draw(st.booleans()))
+        starts.append(draw(st.sampled_from([0, 1]) | st.integers(0, CONTEXT - 12)))
+        counts.append(1 if i < num_decodes or short else draw(st.integers(1, 12)))
+        samples.append(i < num_decodes or short or draw(st.booleans()))
         if i >= num_decodes and draw(st.booleans()):  # enters, perhaps after a retraction, with a cached prefix
             tokens = [1] * (starts[i] + counts[i])
             cached = [1000 * row + t for t in range(starts[i])]
@@ -84,8 +85,7 @@ def _check(batch: StepBatch, plan: StepPlan, rows: Rows, form: MLAFormPolicy) ->
     assert batch.logits_rows.tolist() == [last_of[i] for i in sampling]
     assert batch.sampled.rows.tolist() == [plan.rows[i] for i in sampling] == batch.sampled.rows_device.tolist()
     assert batch.sampled.lengths.tolist() == [plan.starts[i] + plan.counts[i] for i in sampling]
-    if batch.all_sampled:
-        assert batch.logits_rows.tolist() == list(range(len(tokens)))
+    assert batch.all_sampled == (batch.logits_rows.tolist() == list(range(len(tokens))))
 
 
 @settings(max_examples=120, deadline=None)
@@ -101,6 +101,20 @@ def test_any_plan(plan: StepPlan, break_even: float, deterministic: bool) -> Non
         place = rows.slot_table[write.row, write.start : write.start + 2]
         start = plan.starts[plan.rows.index(write.row)]
         assert (place == expected)[: max(0, start - write.start)].all()
+
+
+def test_last_tokens_of_two_prompts_in_two_forms() -> None:
+    """All tokens are sampled, and yet not in the plan's order: the second prompt's form goes first."""
+    new = [
+        NewRow(0, "a", [7], 1, [], SamplingParams(), 0, frozenset()),
+        NewRow(1, "b", [1, 2, 3, 4, 5, 8], 6, [9, 10, 11, 12, 13], SamplingParams(), 0, frozenset()),
+    ]
+    plan = StepPlan(3, [0, 1], [0, 5], [1, 1], [True, True], [1, 2], 0, [7, 8], new)
+    rows, form = _rows(), MLAFormPolicy(4.0)
+    rows.apply([], new, [])
+    batch = BatchBuilder(rows, 1, form, STREAM).build(plan)
+    _check(batch, plan, rows, form)
+    assert not batch.all_sampled and batch.logits_rows.tolist() == [1, 0]
 
 
 @settings(max_examples=40, deadline=None)
