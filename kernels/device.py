@@ -60,3 +60,11 @@ def probe(kind: str) -> Device:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or check the driver")
     properties = torch.cuda.get_device_properties(0)
     return Device("cuda", properties.name, (properties.major, properties.minor), compiler=shutil.which("g++"))
+
+
+def multiplies_fp8(kind: str) -> bool:
+    """Whether the device of that kind multiplies e4m3 numbers: on CUDA from compute capability 8.9 on."""
+    if kind != "cuda":
+        return True  # the interpreter, and ahead-of-time compilation for devices that do
+    capability = probe(kind).capability
+    return capability is not None and capability >= (8, 9)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
+from moe_engine.kernels.triton.availability import why_not as triton_why_not
+from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
+from moe_engine.kernels.vendors import availability as vendors
 
 WhyNot = Callable[[Device, Need], str | None]
 
@@ -24,6 +27,19 @@ def _cpu_float32(device: Device, need: Need) -> str | None:
     return cpu_why_not(device, "float32")
 
 
+def _triton(device: Device, need: Need) -> str | None:
+    return triton_why_not(device, need.dtype)
+
+
+def _triton_with_cache(device: Device, need: Need) -> str | None:
+    return _triton(device, need) or triton_why_not_cache(device, need.kv_dtype)
+
+
+def _triton_float32(device: Device, need: Need) -> str | None:
+    """Logits are float32 in every model."""
+    return triton_why_not(device, "float32")
+
+
 def _rows(family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu) -> list[Row]:
     package = f"moe_engine.kernels.{family}"
     return [
@@ -38,3 +54,28 @@ EXPERTS = _rows("experts", "TorchExperts", "CpuExperts")
 MLA = _rows("attention", "TorchMLA", "CpuMLA")
 GQA = _rows("attention", "TorchGQA", "CpuGQA")
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32)
+
+# Kernels of this project for GPUs: preferred to torch, and to nothing that is tuned by its vendor.
+OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache))
+LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton))
+EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonExperts", 20, _triton))
+SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
+
+MLA.append(Row("triton", "moe_engine.kernels.attention.triton_attention:TritonMLA", 20, _triton_with_cache))
+GQA.append(Row("triton", "moe_engine.kernels.attention.triton_attention:TritonGQA", 20, _triton_with_cache))
+
+# Libraries that may be installed beside the project; where they run they are preferred, having been tuned for it.
+LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm))
+EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts", 40, vendors.deep_gemm))
+MLA += [
+    Row("flashmla", "moe_engine.kernels.attention.flashmla:FlashMLA", 45, vendors.flash_mla),
+    Row("flashinfer", "moe_engine.kernels.attention.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer),
+    Row("fa3", "moe_engine.kernels.attention.fa3:FA3MLA", 35, vendors.fa3),
+]
+GQA += [
+    Row("flashinfer", "moe_engine.kernels.attention.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer),
+    Row("fa3", "moe_engine.kernels.attention.fa3:FA3GQA", 35, vendors.fa3),
+]
+SAMPLING.append(
+    Row("flashinfer", "moe_engine.kernels.sampling.flashinfer:FlashInferSampling", 15, vendors.flashinfer_sampling)
+)

@@ -7,6 +7,8 @@ import zlib
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.quantization.protocol import BlockWeight
+
 _POOL = 1_048_573  # prime, so that rows of any width start at different places
 
 
@@ -15,10 +17,23 @@ class DummyReader:
 
     Norm weights are 1; matrices have variance 1 / K, so that activations keep their size. Values are cut from one pool
     of random numbers: filling runs at the speed of a copy.
+
+    Args:
+        block_fp8: the projections of the decoder layers count as stored in block FP8, as in DeepSeek V3's checkpoints.
+        power_of_two: as `WeightSource` says.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        block_fp8: bool = False,
+        power_of_two: bool = False,
+    ) -> None:
         self.dtype = dtype
+        self.power_of_two = power_of_two
+        self._block_fp8 = block_fp8
         self.device = torch.device(device)
         generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(_POOL, generator=generator).to(self.device)
@@ -61,6 +76,28 @@ class DummyReader:
         out: Tensor | None = None,
     ) -> Tensor:
         return self.tensor(prefix + ".weight", shape, rows=rows, cols=cols, out=out)
+
+    def keeps_blocks(
+        self, prefix: str, shape: tuple[int, int], *, rows: slice | None = None, cols: slice | None = None
+    ) -> bool:
+        return self._block_fp8 and ".layers." in prefix and not prefix.endswith(".eh_proj")
+
+    def blocks(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        out: BlockWeight | None = None,
+    ) -> BlockWeight:
+        sliced = [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(shape, (rows, cols))]
+        if out is None:
+            out = BlockWeight.empty(sliced[0], sliced[1], self.device, self.power_of_two)
+        scale = 2.0**-7  # of every block: the numbers use e4m3's range, and its largest is out of reach for any K
+        self._fill(out.data.view(-1), 1 / (shape[1] ** 0.5 * scale), zlib.crc32(prefix.encode()) % _POOL)
+        out.scales.fill_(scale)
+        return out
 
     def skip(self, name: str) -> None:
         pass

@@ -1,7 +1,8 @@
 """Loading by pulling: a model asks for the tensors it needs, in the slices it needs, and says what shape it expects.
 
 Bytes are read once, straight from the mapped file into the tensor asked for; the mapping's pages are given back after
-each tensor. Block-FP8 weights come out dequantised. What nobody asked for is an error at the end (`finish`).
+each tensor. Block-FP8 weights come out dequantised, or as they are stored for kernels that multiply with them. What
+nobody asked for is an error at the end (`finish`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
+from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, num_blocks
 from moe_engine.models.checkpoint_files import TensorHeader, read_checkpoint
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensors import FLOATS, FP8, SCALES, scale_of
@@ -27,10 +29,14 @@ _ONE_THREAD_ELEMENTS = 1 << 22
 
 
 class WeightSource(Protocol):
-    """Where layers pull their weights from. `shape` is the whole tensor's, as the checkpoint should hold it."""
+    """Where layers pull their weights from. `shape` is the whole tensor's, as the checkpoint should hold it.
+
+    `power_of_two`: activations that meet block-FP8 weights get scales that are powers of two.
+    """
 
     dtype: torch.dtype
     device: torch.device
+    power_of_two: bool
 
     def tensor(
         self,
@@ -60,6 +66,22 @@ class WeightSource(Protocol):
     ) -> Tensor:
         """`prefix`.weight [N, K] in the activation dtype, dequantised where a scale lies beside it."""
 
+    def keeps_blocks(
+        self, prefix: str, shape: tuple[int, int], *, rows: slice | None = None, cols: slice | None = None
+    ) -> bool:
+        """Whether `blocks` can give this part: stored as e4m3 in blocks of 128 x 128, none of them cut by a slice."""
+
+    def blocks(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        out: BlockWeight | None = None,
+    ) -> BlockWeight:
+        """`prefix`.weight as it is stored, with its scales in float32; only where `keeps_blocks` says so."""
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of that name."""
 
@@ -77,6 +99,7 @@ class WeightReader:
         directory: holds model.safetensors, or an index and its shards.
         dtype: the activation dtype that tensors come out in.
         block: rows and columns that one scale of a block-FP8 weight covers.
+        power_of_two: the checkpoint's scale format is UE8M0, for activations too.
         ignore: of all names, those that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and time left on stderr.
 
@@ -92,7 +115,8 @@ class WeightReader:
         directory: str | Path,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        block: tuple[int, int] = (128, 128),
+        block: tuple[int, int] = (BLOCK, BLOCK),
+        power_of_two: bool = False,
         ignore: Callable[[Collection[str]], Collection[str]] = lambda names: (),
         progress: bool = False,
     ) -> None:
@@ -100,6 +124,7 @@ class WeightReader:
         self.device = torch.device(device)
         self._directory = Path(directory)
         self._block = block
+        self.power_of_two = power_of_two
         self._lock = threading.Lock()
         self.num_bytes_read = 0
         self._files = _open_files(self._directory)
@@ -155,6 +180,35 @@ class WeightReader:
         if out is None:
             out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
         dequantise_into(out, part, self._scale(scale_name, shape), self._block, rows, cols)
+        self._done(name, part.numel() * part.element_size())
+        return out
+
+    def keeps_blocks(
+        self, prefix: str, shape: tuple[int, int], *, rows: slice | None = None, cols: slice | None = None
+    ) -> bool:
+        name = prefix + ".weight"
+        if scale_of(name, self._files) is None or self._block != (BLOCK, BLOCK):
+            return False
+        return self._entry(name).dtype == "F8_E4M3" and all(map(_cuts_no_block, (rows, cols), shape))
+
+    def blocks(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        out: BlockWeight | None = None,
+    ) -> BlockWeight:
+        name = prefix + ".weight"
+        scale_name = scale_of(name, self._files)
+        assert scale_name is not None
+        self._check(name, shape, FP8)
+        part = self._open(name, rows, cols)
+        if out is None:
+            out = BlockWeight.empty(part.shape[0], part.shape[1], self.device, self.power_of_two)
+        out.scales.copy_(_cut(self._scale(scale_name, shape), _in_blocks(rows), _in_blocks(cols)))
+        _copy(out.data, part)
         self._done(name, part.numel() * part.element_size())
         return out
 
@@ -253,6 +307,20 @@ def _cut(tensor: Tensor, rows: slice | None, cols: slice | None) -> Tensor:
     return tensor if cols is None else tensor[:, cols]
 
 
+def _cuts_no_block(cut: slice | None, length: int) -> bool:
+    if cut is None:
+        return True
+    start, stop, _ = cut.indices(length)
+    return start % BLOCK == 0 and (stop % BLOCK == 0 or stop == length)
+
+
+def _in_blocks(cut: slice | None) -> slice | None:
+    """The slice of the scale grid that belongs to a slice of the weight."""
+    if cut is None:
+        return None
+    return slice((cut.start or 0) // BLOCK, None if cut.stop is None else num_blocks(cut.stop))
+
+
 def _open_files(directory: Path) -> dict[str, SafetensorsFile]:
     """Tensor name -> the file that holds it."""
     files = read_checkpoint(directory)
@@ -276,5 +344,5 @@ def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> Weigh
     if load_format == "dummy":
         from moe_engine.models.dummy_weights import DummyReader
 
-        return DummyReader(kwargs["dtype"], kwargs["device"], kwargs.get("seed", 0))
+        return DummyReader(**kwargs)
     raise CheckpointError(f"--load-format {load_format}: use auto, safetensors or dummy (convert .pt/.bin files first)")

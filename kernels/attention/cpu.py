@@ -13,7 +13,7 @@ from moe_engine.kernels.attention.protocol import AttentionBatch, MLALayer, Page
 from moe_engine.kernels.cpu import drafts
 from moe_engine.kernels.cpu.layers import LayerPointer, mla_layer
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import Plan, find, kind_of, rows
+from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 
@@ -39,13 +39,14 @@ class CpuMLA(_Backend):
         queries: PagedQueries, plan: Any,
     ) -> Tensor:  # fmt: skip
         hidden = rows(hidden)
-        if kind_of(hidden.dtype) != layer.kind or hidden.dtype != cache.dtype:
+        if kind_of(hidden.dtype) != layer.kind:
             raise ValueError(f"hidden states are {hidden.dtype}, the cache {cache.dtype}: not what the weights are")
+        form = latent_form(cache, hidden.dtype, *layer.widths)
         out = torch.empty((hidden.shape[0], layer.hidden), dtype=hidden.dtype)
         struct = find(queries, plan)
         self._lib.moe_mla_layer(
             layer.kind, layer.address, hidden.data_ptr(), hidden.stride(0), hidden.shape[0], positions.data_ptr(),
-            slots.data_ptr(), cache.data_ptr(), cache.stride(0), struct.address, out.data_ptr(),
+            slots.data_ptr(), form, cache.data_ptr(), cache.stride(0), struct.address, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -56,12 +57,12 @@ class CpuMLA(_Backend):
         q = rows(q)
         tokens, heads, width = q.shape
         latent = width - 64 if value_width is None else value_width
-        kind = _same_kind(q, cache)
+        form = latent_form(cache, q.dtype, latent, width - latent)
         out = torch.empty((tokens, heads, latent), dtype=q.dtype)
         struct = find(queries, plan)
         self._lib.moe_absorbed(
-            kind, q.data_ptr(), q.stride(0), q.stride(1), cache.data_ptr(), cache.stride(0), struct.address, heads,
-            latent, width - latent, scale, out.data_ptr(),
+            kind_of(q.dtype), form, q.data_ptr(), q.stride(0), q.stride(1), cache.data_ptr(), cache.stride(0),
+            struct.address, heads, latent, width - latent, scale, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -71,16 +72,34 @@ class CpuMLA(_Backend):
         return drafts.fuse(levels, embedding, head)
 
     def run_drafts(
-        self, fused: drafts.DraftsPointer, state: Tensor, roots: Tensor, steps: ChainSteps, caches: Sequence[Tensor],
-        parameters: SamplingParameters | None, uniform: Tensor | None,
+        self, fused: drafts.DraftsPointer, states: Tensor, rows: Tensor, roots: Tensor, steps: ChainSteps,
+        caches: Sequence[Tensor], parameters: SamplingParameters | None, uniform: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        return drafts.run(self._lib, fused, state, roots, steps, caches, parameters, uniform)
+        return drafts.run(self._lib, fused, states, rows, roots, steps, caches, parameters, uniform)
 
-    def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
+    def remember_drafts(
+        self, fused: drafts.DraftsPointer, level: int, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
+        cache: Tensor,
+    ) -> None:  # fmt: skip
+        drafts.remember(self._lib, fused, level, ids, hidden, positions, slots, cache)
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says; `value_width` is C where the rotary width is not 64."""
         queries.refuse_tree("gathered")
         size = cache.element_size()
-        out = torch.empty((queries.num_context_tokens, cache.shape[1]), dtype=cache.dtype)
         struct = find(queries, plan)
+        if out is not None and size == 1:
+            latent = out.shape[1] - 64 if value_width is None else value_width
+            form = latent_form(cache, out.dtype, latent, out.shape[1] - latent)
+            self._lib.moe_gather_fp8(
+                kind_of(out.dtype), form, cache.data_ptr(), cache.stride(0), latent, out.shape[1] - latent,
+                struct.address, out.data_ptr(),
+            )  # fmt: skip
+            return out
+        if out is None:
+            out = torch.empty((queries.num_context_tokens, cache.shape[1]), dtype=cache.dtype)
         self._lib.moe_gather(
             cache.data_ptr(), cache.stride(0) * size, cache.shape[1] * size, struct.address, out.data_ptr()
         )
@@ -108,13 +127,15 @@ class CpuGQA(_Backend):
     ) -> Tensor:
         q = rows(q)
         tokens, heads, width = q.shape
-        kind = _same_kind(q, k_cache, v_cache)
+        form, other = (head_form(cache, q.dtype, width) for cache in (k_cache, v_cache))
+        if form != other:
+            raise ValueError(f"keys are {k_cache.dtype}, values {v_cache.dtype}")
         out = torch.empty((tokens, heads, width), dtype=q.dtype)
         struct = find(queries, plan)
         self._lib.moe_paged(
-            kind, q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1),
-            v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), struct.address, heads, k_cache.shape[1], width,
-            scale, out.data_ptr(),
+            kind_of(q.dtype), form, q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), k_cache.stride(0),
+            k_cache.stride(1), v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), struct.address, heads,
+            k_cache.shape[1], width, scale, out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -52,17 +52,25 @@ class FusedDrafting(Protocol):
     def run_drafts(
         self,
         drafts: Any,
-        state: Tensor,
+        states: Tensor,
+        rows: Tensor,
         roots: Tensor,
         steps: ChainSteps,
         caches: Sequence[Tensor],
         parameters: SamplingParameters | None,
         uniform: Tensor | None,
     ) -> Tensor:
-        """state [R, D], roots [R] int64 -> tokens [S, R] int64, the drafts of the separate calls.
+        """roots [R] int64 -> tokens [R, 1+S] int64: each root, then the drafts of the separate calls.
 
         Args:
+            states: [max_rows, D], of which states[rows[r]] is the one behind root r; rows [R] int64.
             caches: of the M layers, [num_slots, C+P].
             parameters: of the rows' draws; None draws greedily.
             uniform: [S, R] float32, the number of each draw, with `parameters`.
         """
+
+    def remember_drafts(
+        self, drafts: Any, level: int, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
+    ) -> None:
+        """Writes what a layer leaves in its cache for hidden [T, D] followed by tokens ids [T], as the separate calls
+        do; positions and slots are [T] int64. For few tokens: all of them are worked on at once."""

@@ -96,16 +96,43 @@ class MLABackend(Protocol):
         """Multi-query over the latent: q [T, H, C+P], cache [num_slots, C+P] -> [T, H, C].
 
         score = scale * q . cache[slot]; value = cache[slot][:C]; softmax in float32. `value_width` is C; None means all
-        but the last 64 channels, as in every released model.
+        but the last 64 channels, as in every released model. The cache may hold FP8 rows (`kv_format`).
         """
 
-    def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
-        """The context of every request, one behind the other: [S, C+P]. Raises ValueError for a draft tree."""
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        """The context of every request, one behind the other: [S, C+P]. Raises ValueError for a draft tree.
+
+        Args:
+            out: where it goes, and in which dtype; needed where the cache holds FP8 rows, with `value_width` (C).
+        """
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         """Varlen attention over expanded keys: q [T, H, N+P], kv [S, H, N+V], k_rope [S, P] -> [T, H, V].
 
         kv holds a head's keys first, then its values. Raises ValueError for a draft tree.
+        """
+
+
+@runtime_checkable
+class RenewablePlan(Protocol):
+    """A plan whose memory stays where it is, so that recorded launches (a CUDA graph) read the plan of another step."""
+
+    def renew(self) -> None:
+        """Plans again for the queries' present `context_lens`, in stream order; the host waits for nothing."""
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """A backend of either kind whose launches of a decode group depend on nothing but memory that stays in place."""
+
+    def plan_in_place(self, batch: AttentionBatch) -> RenewablePlan | None:
+        """What `plan` returns, for queries whose tensors and lists will be overwritten with those of other steps.
+
+        All requests have the same number of query tokens, there are no trees and no prefill group. Asked for after the
+        batch's shapes were run once; what a call of a layer makes lazily is made while launches are recorded, so a plan
+        is used for one recording. None where results would not be those of `plan`.
         """
 
 
@@ -155,4 +182,4 @@ class GQABackend(Protocol):
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
-        """q [T, H, Dh], caches [num_slots, G, Dh] -> [T, H, Dh]; softmax in float32."""
+        """q [T, H, Dh], caches [num_slots, G, Dh] or FP8 rows (`kv_format`) -> [T, H, Dh]; softmax in float32."""

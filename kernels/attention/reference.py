@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 
 MAX_SCORES = 1 << 22
@@ -33,14 +34,22 @@ class TorchMLA:
         latent = q.shape[-1] - 64 if value_width is None else value_width
         out = q.new_empty(q.shape[0], q.shape[1], latent)
         for tokens, slots, visible in _requests(queries):
-            keys = cache.index_select(0, slots).float().unsqueeze(1)  # [s, 1, C+P]
+            rows = cache.index_select(0, slots)
+            keys = latent_records.unpack(rows, latent, q.shape[-1] - latent).unsqueeze(1)  # [s, 1, C+P]
             _attend(q[tokens], keys, keys[..., :latent], scale, out[tokens], visible)
         return out
 
-    def gather_latent(self, cache: Tensor, queries: PagedQueries, plan: Any) -> Tensor:
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says; `value_width` is C where the rotary width is not 64."""
         queries.refuse_tree("gathered")
         parts = [slots for _, slots, _ in _requests(queries)]
-        return cache.index_select(0, torch.cat(parts)) if parts else cache[:0]
+        rows = cache.index_select(0, torch.cat(parts)) if parts else cache[:0]
+        if out is None:
+            return rows
+        latent = out.shape[1] - 64 if value_width is None else value_width
+        return out.copy_(latent_records.unpack(rows, latent, out.shape[1] - latent))
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
@@ -68,10 +77,10 @@ class TorchGQA:
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
-        out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
+        out = torch.empty_like(q)
         for tokens, slots, visible in _requests(queries):
-            keys = k_cache.index_select(0, slots).float()  # [s, G, Dh]
-            _attend(q[tokens], keys, v_cache.index_select(0, slots).float(), scale, out[tokens], visible)
+            keys, values = (head_records.unpack(c.index_select(0, slots), q.shape[-1]) for c in (k_cache, v_cache))
+            _attend(q[tokens], keys, values, scale, out[tokens], visible)  # keys, values [s, G, Dh]
         return out
 
 

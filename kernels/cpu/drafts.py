@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel
 from moe_engine.kernels.cpu.layers import L, LayerPointer, P, Weight, kind_of_weights, weight_struct
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.cpu.tensors import KIND, pointer
+from moe_engine.kernels.cpu.tensors import KIND, latent_form, pointer
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 
@@ -26,6 +27,7 @@ class _Level(ctypes.Structure):
         ("project", Weight),
         *((name, P) for name in ("attention", "experts", "cache")),
         ("cache_row", L),
+        ("form", L),
         ("eps", ctypes.c_float),
     ]
 
@@ -42,7 +44,16 @@ class DraftsPointer:
     levels: list[_Level]
     embedding: Tensor
     head: Weight
+    widths: tuple[int, int]  # C and P of the levels' latent
     keep: tuple[Any, ...]
+    orders: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    """Arrays of pointers to levels, by the numbers of these."""
+
+    def order(self, levels: Sequence[int]) -> Any:
+        key = tuple(levels)
+        if key not in self.orders:
+            self.orders[key] = (P * len(key))(*(ctypes.addressof(self.levels[i]) for i in key))
+        return self.orders[key]
 
 
 def fuse(levels: Sequence[DraftLevel], embedding: Tensor, head: PreparedLinear) -> DraftsPointer | None:
@@ -61,34 +72,54 @@ def fuse(levels: Sequence[DraftLevel], embedding: Tensor, head: PreparedLinear) 
     structs = [
         _Level(
             *(getattr(level, name).data_ptr() for name in NORMS), weight_struct(level.project),
-            level.attention.address, level.experts.address, None, 0, level.eps,
+            level.attention.address, level.experts.address, None, 0, 0, level.eps,
         )
         for level in levels
     ]  # fmt: skip
-    return DraftsPointer(kind, structs, embedding, weight_struct(head), (tuple(levels), head))
+    widths = levels[0].attention.widths
+    return DraftsPointer(kind, structs, embedding, weight_struct(head), widths, (tuple(levels), head))
 
 
 def run(
-    library: Library, drafts: DraftsPointer, state: Tensor, roots: Tensor, steps: ChainSteps, caches: Sequence[Tensor],
-    parameters: SamplingParameters | None, uniform: Tensor | None,
+    library: Library, drafts: DraftsPointer, states: Tensor, rows: Tensor, roots: Tensor, steps: ChainSteps,
+    caches: Sequence[Tensor], parameters: SamplingParameters | None, uniform: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """As `FusedDrafting.run_drafts`."""
     for level, cache in zip(drafts.levels, caches):
-        if KIND.get(cache.dtype) != drafts.kind or KIND.get(state.dtype) != drafts.kind:
-            raise ValueError(f"states are {state.dtype}, the cache {cache.dtype}: not what the weights are")
+        level.form = _form(drafts, states, cache)
         level.cache, level.cache_row = cache.data_ptr(), cache.stride(0)
-    num_steps, rows = steps.positions.shape
-    order = (P * num_steps)(*(ctypes.addressof(drafts.levels[i]) for i in steps.levels))
+    num_steps, num_rows = steps.positions.shape
     queries = pointer(steps.queries)
     draws = _Draws()
     if parameters is not None and uniform is not None:
         p = parameters
         draws = _Draws(*(t.data_ptr() for t in (p.temperature, p.top_p, p.min_p, uniform, p.top_k)))
-    tokens = torch.empty((num_steps, rows), dtype=torch.int64)
+    # made by numpy: torch would offer the interpreter lock to other threads, and this call is the better time for it
+    tokens = torch.from_numpy(np.empty((num_rows, 1 + num_steps), dtype=np.int64))
     library.moe_draft_chain(
-        drafts.kind, ctypes.addressof(order), num_steps, rows, state.shape[1], drafts.embedding.data_ptr(),
-        ctypes.addressof(drafts.head), steps.positions.data_ptr(), steps.slots.data_ptr(), queries.address,
-        steps.context_lens.data_ptr(), state.contiguous().data_ptr(), roots.contiguous().data_ptr(),
+        drafts.kind, ctypes.addressof(drafts.order(steps.levels)), num_steps, num_rows, states.shape[1],
+        drafts.embedding.data_ptr(), ctypes.addressof(drafts.head), steps.positions.data_ptr(), steps.slots.data_ptr(),
+        queries.address, steps.context_lens.data_ptr(), states.data_ptr(), rows.data_ptr(), roots.data_ptr(),
         ctypes.addressof(draws), tokens.data_ptr(),
     )  # fmt: skip
     return tokens
+
+
+def remember(
+    library: Library, drafts: DraftsPointer, level: int, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
+    cache: Tensor,
+) -> None:  # fmt: skip
+    """As `FusedDrafting.remember_drafts`."""
+    form = _form(drafts, hidden, cache)
+    library.moe_draft_remember(
+        drafts.kind, ctypes.addressof(drafts.levels[level]), len(ids), hidden.shape[1], drafts.embedding.data_ptr(),
+        ids.data_ptr(), hidden.contiguous().data_ptr(), positions.data_ptr(), slots.data_ptr(), form,
+        cache.data_ptr(), cache.stride(0),
+    )  # fmt: skip
+
+
+def _form(drafts: DraftsPointer, states: Tensor, cache: Tensor) -> int:
+    """Of the cache's rows (`kv_format`)."""
+    if KIND.get(states.dtype) != drafts.kind:
+        raise ValueError(f"states are {states.dtype}, the cache {cache.dtype}: not what the weights are")
+    return latent_form(cache, states.dtype, *drafts.widths)

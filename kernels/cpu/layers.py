@@ -51,6 +51,8 @@ class LayerPointer:
     address: int
     hidden: int
     keep: tuple[Any, ...]
+    widths: tuple[int, int] = (0, 0)
+    """C and P of MLA's latent."""
 
 
 def mla_layer(layer: MLALayer) -> LayerPointer | None:
@@ -65,7 +67,8 @@ def mla_layer(layer: MLALayer) -> LayerPointer | None:
         layer.kv_norm.data_ptr(), layer.rotary.cos_sin.data_ptr(), layer.keys.data.heads, layer.rotary.width,
         int(layer.rotary.interleaved), layer.eps, layer.scale,
     )  # fmt: skip
-    return LayerPointer(kind, ctypes.addressof(struct), layer.o.out_features, (struct, layer))
+    widths = (layer.keys.out_features, layer.rotary.width)
+    return LayerPointer(kind, ctypes.addressof(struct), layer.o.out_features, (struct, layer), widths)
 
 
 def moe_layer(layer: MoELayer) -> LayerPointer | None:

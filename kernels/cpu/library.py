@@ -50,16 +50,19 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
     "moe_silu_and_mul": (None, [N, P, L, P, L, L]),
     "moe_rotate": (None, [N, P, L, L, P, P, L, N, L, L]),
-    "moe_write_latent": (None, [N, N, P, L, P, F, P, P, L, N, P, N, P, L, L, L]),
+    "moe_write_latent": (None, [N, N, P, L, P, F, P, P, L, N, P, N, N, P, L, L, L]),
     "moe_write_kv": (None, [P, L, L, P, L, L, P, N, P, L, P, L, L, L, L, L]),
+    "moe_write_kv_fp8": (None, [N, N, P, L, L, P, N, P, L, L, L, L]),
     "moe_route": (None, [N, P, L, L, L, P, P, P, P, P]),
-    "moe_absorbed": (None, [N, P, L, L, P, L, P, L, L, L, F, P]),
-    "moe_paged": (None, [N, P, L, L, P, L, L, P, L, L, P, L, L, L, F, P]),
+    "moe_absorbed": (None, [N, N, P, L, L, P, L, P, L, L, L, F, P]),
+    "moe_paged": (None, [N, N, P, L, L, P, L, L, P, L, L, P, L, L, L, F, P]),
     "moe_expanded": (None, [N, P, L, L, P, L, L, P, L, P, L, L, L, L, F, P]),
     "moe_gather": (None, [P, L, L, P, P]),
-    "moe_mla_layer": (None, [N, P, P, L, L, P, P, P, L, P, P]),
-    "moe_moe_layer": (None, [N, P, P, L, L, L, P]),
-    "moe_draft_chain": (None, [N, P, L, L, L, P, P, P, P, P, P, P, P, P, P]),
+    "moe_gather_fp8": (None, [N, N, P, L, L, L, P, P]),
+    "moe_mla_layer": (None, [N, P, P, L, L, P, P, N, P, L, P, P]),
+    "moe_moe_layer": (None, [N, P, P, L, L, L, P, P]),
+    "moe_draft_chain": (None, [N, P, L, L, L, P, P, P, P, P, P, P, P, P, P, P]),
+    "moe_draft_remember": (None, [N, P, L, L, P, P, P, P, P, N, P, L]),
     "moe_greedy": (None, [P, L, L, L, P]),
     "moe_sample": (None, [P, L, L, L, P, P, P, P, P, P]),
     "moe_probabilities": (None, [P, L, L, L, P, P, P, P, P, L, P]),
@@ -88,14 +91,17 @@ class Library:
     moe_rotate: Any
     moe_write_latent: Any
     moe_write_kv: Any
+    moe_write_kv_fp8: Any
     moe_route: Any
     moe_absorbed: Any
     moe_paged: Any
     moe_expanded: Any
     moe_gather: Any
+    moe_gather_fp8: Any
     moe_mla_layer: Any
     moe_moe_layer: Any
     moe_draft_chain: Any
+    moe_draft_remember: Any
     moe_greedy: Any
     moe_sample: Any
     moe_probabilities: Any

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention import head_records, latent_records
+from moe_engine.kernels.attention.kv_format import PLAIN
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import Library
 
@@ -21,6 +23,30 @@ def kind_of(dtype: torch.dtype) -> int:
         return KIND[dtype]
     except KeyError:
         raise TypeError(f"the CPU kernels have no {dtype}; use bfloat16 or float32") from None
+
+
+def latent_form(cache: Tensor, dtype: torch.dtype, latent: int, rotary: int) -> int:
+    """How the rows of MLA's cache are stored (`kv_format`), the activations being `dtype`.
+
+    Raises:
+        ValueError: if they are neither numbers of `dtype` nor FP8 rows of these widths.
+    """
+    if cache.stride(-1) == 1:
+        if cache.dtype == dtype:
+            return PLAIN
+        if cache.element_size() == 1:
+            return latent_records.form_of(cache, latent, rotary)
+    raise ValueError(f"activations are {dtype}, the context is {cache.dtype} with strides {cache.stride()}")
+
+
+def head_form(cache: Tensor, dtype: torch.dtype, width: int) -> int:
+    """The same of GQA's keys or values."""
+    if cache.stride(-1) == 1:
+        if cache.dtype == dtype:
+            return PLAIN
+        if cache.element_size() == 1:
+            return head_records.form_of(cache, width)
+    raise ValueError(f"activations are {dtype}, the context is {cache.dtype} with strides {cache.stride()}")
 
 
 def reserve(library: Library, *shape: int) -> Tensor:
@@ -81,7 +107,7 @@ class QueriesPointer:
 
 def pointer(queries: PagedQueries) -> QueriesPointer:
     def plain(x: Tensor) -> Tensor:
-        return x.to(torch.int32).contiguous()
+        return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
 
     parts = plain(queries.rows), plain(queries.query_starts), plain(queries.context_lens_device)
     table = queries.slot_table

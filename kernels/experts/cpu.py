@@ -93,11 +93,17 @@ class CpuExperts:
     def fuse(self, layer: MoELayer) -> LayerPointer | None:
         return moe_layer(layer)
 
-    def run_layer(self, layer: LayerPointer, x: Tensor) -> Tensor:
+    def run_layer(self, layer: LayerPointer, x: Tensor, topk_ids: Tensor | None = None) -> Tensor:
         x = rows(x)
         tokens, hidden = x.shape
         if kind_of(x.dtype) != layer.kind or hidden != layer.hidden:
             raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a layer of hidden size {layer.hidden}")
         out = torch.empty((tokens, hidden), dtype=x.dtype)
-        self._lib.moe_moe_layer(layer.kind, layer.address, x.data_ptr(), x.stride(0), tokens, hidden, out.data_ptr())
+        chosen = None if topk_ids is None else topk_ids.data_ptr()
+        self._lib.moe_moe_layer(
+            layer.kind, layer.address, x.data_ptr(), x.stride(0), tokens, hidden, out.data_ptr(), chosen
+        )  # fmt: skip
         return out
+
+    def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
+        return [weights.data.storage[expert]]

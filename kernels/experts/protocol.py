@@ -7,6 +7,7 @@ Two batch layouts are what dispatchers produce and kernels accept:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.quantization.protocol import BlockWeight
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,21 @@ class ExpertsKernel(Protocol):
 
 
 @runtime_checkable
+class BlockScaledExperts(Protocol):
+    """A kernel that keeps block-FP8 experts as the checkpoint stores them; `run` quantises the rows that meet them."""
+
+    def allocate_blocks(
+        self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
+    ) -> ExpertWeights:
+        """Reserves FP8 numbers and scales of a layer. `power_of_two`: as `BlockWeight` says, of all experts."""
+
+    def load_expert_blocks(
+        self, weights: ExpertWeights, expert: int, gate: BlockWeight, up: BlockWeight, down: BlockWeight
+    ) -> None:
+        """Stores one expert: gate, up [I, D], down [D, I]."""
+
+
+@runtime_checkable
 class FusedExperts(Protocol):
     """A kernel that also permutes and combines: the whole routed part of a layer on one rank in one call."""
 
@@ -86,5 +103,14 @@ class FusedMoE(Protocol):
     def fuse(self, layer: MoELayer) -> Any | None:
         """What `run_layer` takes; None where these weights cannot be run so."""
 
-    def run_layer(self, layer: Any, x: Tensor) -> Tensor:
-        """x [T, D] -> [T, D] with the bits of the separate calls."""
+    def run_layer(self, layer: Any, x: Tensor, topk_ids: Tensor | None = None) -> Tensor:
+        """x [T, D] -> [T, D] with the bits of the separate calls. `topk_ids` int32 [T, K], contiguous, where given gets
+        the router's choices."""
+
+
+@runtime_checkable
+class MovableExperts(Protocol):
+    """A kernel whose prepared experts can be copied from slot to slot, and from rank to rank."""
+
+    def expert_memory(self, weights: ExpertWeights, expert: int) -> Sequence[Tensor]:
+        """All memory of one expert as contiguous views, alike in number and shape for every expert of these weights."""

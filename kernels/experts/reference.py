@@ -32,6 +32,9 @@ class TorchExperts:
         gate_up[expert, weights.width :].copy_(up)
         downs[expert].copy_(down)
 
+    def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
+        return [part[expert] for part in weights.data]
+
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
         out = torch.empty_like(batch.x)
         for expert, rows, target in _groups(batch, out):

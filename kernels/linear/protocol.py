@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from moe_engine.kernels.quantization.protocol import BlockWeight
+
 
 @dataclass(frozen=True)
 class PreparedLinear:
@@ -39,6 +41,14 @@ class LinearKernel(Protocol):
 
         `out` may be a strided view [T, H, N] to write into (for instance the latent part of a [T, H, C+R] query).
         """
+
+
+@runtime_checkable
+class BlockScaledLinear(Protocol):
+    """A linear kernel that keeps block-FP8 weights as the checkpoint stores them; `run` quantises what meets them."""
+
+    def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
+        """weight [N, K] in blocks of 128 x 128, bias [N] in the activation dtype. May keep or drop `weight`."""
 
 
 @runtime_checkable

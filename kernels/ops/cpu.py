@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import kind_of, rows
+from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 
 
@@ -106,13 +106,22 @@ class CpuOps:
         self._lib.moe_write_latent(
             kind_of(kv_a.dtype), kind_of(weight.dtype), kv_a.data_ptr(), kv_a.stride(0), weight.data_ptr(), eps,
             positions.data_ptr(), table.cos_sin.data_ptr(), rotary, table.interleaved, slots.data_ptr(),
-            slots.dtype == torch.int64, cache.data_ptr(), cache.stride(0), tokens, width - rotary,
+            slots.dtype == torch.int64, latent_form(cache, kv_a.dtype, width - rotary, rotary), cache.data_ptr(),
+            cache.stride(0), tokens, width - rotary,
         )  # fmt: skip
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         k, v, slots = rows(k), rows(v), _slots(slots)
         tokens, heads, width = k.shape
         size = k.element_size()
+        if k_cache.dtype != k.dtype:
+            for x, cache in ((k, k_cache), (v, v_cache)):
+                self._lib.moe_write_kv_fp8(
+                    kind_of(x.dtype), head_form(cache, x.dtype, x.shape[2]), x.data_ptr(), x.stride(0), x.stride(1),
+                    slots.data_ptr(), slots.dtype == torch.int64, cache.data_ptr(), cache.stride(0), tokens, heads,
+                    x.shape[2],
+                )  # fmt: skip
+            return
         self._lib.moe_write_kv(
             k.data_ptr(), k.stride(0) * size, k.stride(1) * size, v.data_ptr(), v.stride(0) * size, v.stride(1) * size,
             slots.data_ptr(), slots.dtype == torch.int64, k_cache.data_ptr(), k_cache.stride(0) * size,

@@ -82,11 +82,12 @@ class Ops(Protocol):
     ) -> None:
         """Writes MLA's cache rows: kv_a [T, C+R] -> cache[slots] = [rms_norm(latent) | rotated k_rope].
 
-        cache is [num_slots, C+R], in the activation dtype. kv_a may be a strided view and is not changed.
+        cache is [num_slots, C+R], in the activation dtype, or holds FP8 rows (`attention.kv_format`), whose numbers are
+        rounded to the activation dtype first. kv_a may be a strided view and is not changed.
         """
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """k, v [T, Hkv, Dh] -> k_cache[slots], v_cache[slots]; caches [num_slots, Hkv, Dh]."""
+        """k, v [T, Hkv, Dh] -> k_cache[slots], v_cache[slots]; caches [num_slots, Hkv, Dh] or FP8 rows."""
 
     def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
         """x [T, D], gate [E, D] float32, bias [E] float32 -> (weights [T, K] float32, expert ids [T, K] int32).

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.attention import head_records, latent_records
+from moe_engine.kernels.attention.kv_format import PLAIN
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 
 
@@ -47,16 +49,17 @@ class TorchOps:
         cache: Tensor,
     ) -> None:
         latent = weight.shape[0]
-        rows = torch.empty(kv_a.shape, dtype=cache.dtype, device=cache.device)  # [T, C+R]
+        form = latent_records.form_of(cache, latent, table.width)
+        rows = torch.empty(kv_a.shape, dtype=cache.dtype if form == PLAIN else kv_a.dtype, device=cache.device)
         rows[:, :latent] = self.rms_norm(kv_a[:, :latent], weight, eps)
         rows[:, latent:] = kv_a[:, latent:]
         _rotate_(rows[:, latent:].unsqueeze(1), positions, table)
-        cache.index_copy_(0, slots.long(), rows)
+        _write(cache, slots, rows if form == PLAIN else latent_records.pack(rows, latent, form))
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        slots = slots.long()
-        k_cache.index_copy_(0, slots, k.to(k_cache.dtype))
-        v_cache.index_copy_(0, slots, v.to(v_cache.dtype))
+        for heads, cache in ((k, k_cache), (v, v_cache)):
+            form = head_records.form_of(cache, heads.shape[-1])
+            _write(cache, slots, heads.to(cache.dtype) if form == PLAIN else head_records.pack(heads, form))
 
     def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
         logits = F.linear(x.float(), gate.float())  # [T, E]
@@ -71,6 +74,13 @@ class TorchOps:
         if spec.scale != 1.0:
             weights = weights * spec.scale
         return weights, ids.int()
+
+
+def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """cache[slots] = rows; float8 as bytes, for torch copies no such rows by index."""
+    if cache.element_size() == 1:
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+    cache.index_copy_(0, slots.long(), rows)
 
 
 def _mask_groups(choice: Tensor, spec: RouterSpec) -> Tensor:

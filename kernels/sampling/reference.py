@@ -77,7 +77,7 @@ class TorchSampling:
             return self.greedy(group.logits)[:, None]
         tokens = torch.empty_like(group.top_k)
         for rows, weights, ids in _choices(group):
-            index = _invert(weights, group.asked[rows])
+            index = invert(weights, group.asked[rows])
             tokens[rows] = index if ids is None else torch.where(index < 0, index, ids.gather(1, index.clamp_min(0)))
         return tokens
 
@@ -221,7 +221,7 @@ def _kept(group: _Group, value: Tensor, ties: Tensor) -> Tensor:
     return weights
 
 
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+def invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """The index [G, 1] where the running sum of weights [G, V] first passes uniform [G, 1] times their total.
 
     By blocks and then inside one, because a running sum over the vocabulary is scalar code on a CPU.

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import LinearKernel
+from moe_engine.kernels.linear.protocol import BlockScaledLinear, LinearKernel
+from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
 
@@ -18,9 +19,13 @@ from moe_engine.parallel.share import WHOLE, Share
 class Linear:
     """x [T, K] -> x @ W.T (+ bias) [T, N]."""
 
-    def __init__(self, kernel: LinearKernel, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, kernel: LinearKernel, weight: Tensor | BlockWeight, bias: Tensor | None = None) -> None:
         self._run = kernel.run
-        self.weight = kernel.prepare(weight, bias)
+        if isinstance(weight, BlockWeight):
+            assert isinstance(kernel, BlockScaledLinear)
+            self.weight = kernel.prepare_blocks(weight, bias)
+        else:
+            self.weight = kernel.prepare(weight, bias)
 
     @property
     def num_bytes(self) -> int:
@@ -42,6 +47,9 @@ def load_linear(
 ) -> Linear:
     """One product out of several projections of the same input: their rows stacked in the order given.
 
+    Block-FP8 weights stay as they are stored where the kernel multiplies with them and no block is cut, by a share or
+    by stacking; else they are dequantised.
+
     Args:
         out_features, in_features: of the whole projections.
         out_shares: the part of each one's rows that this rank holds (column parallel); default whole.
@@ -52,15 +60,27 @@ def load_linear(
     counts = [share.width(rows) for share, rows in zip(shares, out_features)]
     total, cols = sum(counts), in_share.cut(in_features)
     has_bias = bias and in_share.is_first
-    weight = torch.empty(total, in_share.width(in_features), dtype=reader.dtype, device=reader.device)
+    keeps = isinstance(kernel, BlockScaledLinear) and all(
+        reader.keeps_blocks(prefix, (rows, in_features), rows=share.cut(rows), cols=cols)
+        for prefix, rows, share in zip(prefixes, out_features, shares)
+    )
+    width = in_share.width(in_features)
+    weight: Tensor | BlockWeight
+    if keeps and all(count % BLOCK == 0 for count in counts[:-1]):
+        weight = BlockWeight.empty(total, width, reader.device, reader.power_of_two)
+    else:
+        weight = torch.empty(total, width, dtype=reader.dtype, device=reader.device)
     biases = torch.empty(total, dtype=reader.dtype, device=reader.device) if has_bias else None
     start = 0
     for prefix, rows, share, count in zip(prefixes, out_features, shares, counts):
-        part = share.cut(rows)
-        reader.linear(prefix, (rows, in_features), rows=part, cols=cols, out=weight[start : start + count])
+        part, stop = share.cut(rows), start + count
+        if isinstance(weight, BlockWeight):
+            reader.blocks(prefix, (rows, in_features), rows=part, cols=cols, out=weight.rows(start, stop))
+        else:
+            reader.linear(prefix, (rows, in_features), rows=part, cols=cols, out=weight[start:stop])
         if biases is not None:
-            reader.tensor(prefix + ".bias", (rows,), rows=part, out=biases[start : start + count])
+            reader.tensor(prefix + ".bias", (rows,), rows=part, out=biases[start:stop])
         elif bias:
             reader.skip(prefix + ".bias")
-        start += count
+        start = stop
     return Linear(kernel, weight, biases)

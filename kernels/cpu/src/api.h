@@ -31,7 +31,8 @@ API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const
                     int64_t width, int interleaved, int64_t tokens, int64_t heads);
 API void moe_write_latent(int is_bf16, int weight_bf16, const void* kv_a, int64_t ld, const void* weight, float eps,
                           const int64_t* positions, const float* table, int64_t rotary, int interleaved,
-                          const void* slots, int wide, void* cache, int64_t cache_row, int64_t tokens, int64_t latent);
-API void moe_absorbed(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* cache, int64_t row,
-                      const moe::Queries* queries, int64_t heads, int64_t latent, int64_t rotary, float scale,
-                      void* out);
+                          const void* slots, int wide, int form, void* cache, int64_t cache_row, int64_t tokens,
+                          int64_t latent);
+API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* cache,
+                      int64_t row, const moe::Queries* queries, int64_t heads, int64_t latent, int64_t rotary,
+                      float scale, void* out);

@@ -2,6 +2,7 @@
 // expanded from the latent.
 #include "api.h"
 #include "attention.h"
+#include "fp8.h"
 
 namespace moe {
 
@@ -24,13 +25,36 @@ static INLINE void place(Keys* keys, int part, const void* data, int64_t stride,
   }
 }
 
+// Bytes between the rows of a copied block: an odd number of lines, so that rows spread over cache sets.
+template <class T>
+static INLINE int64_t copy_stride(int64_t width) {
+  return ceil_div(padded_k<T>(width) * int64_t(sizeof(T)), 64) * 64 + 64;
+}
+
+// The rows of a block that `read(i, row)` makes from rows stored in another form; `rows` become their addresses.
+template <class T, class Read>
+static INLINE Keys read_keys(int64_t width, int64_t count, const T** rows, const Read& read) {
+  const int64_t stride = copy_stride<T>(width);
+  char* copy = scratch<char>(KEYS, BLOCK * stride);
+  Keys keys;
+  keys.parts = 1;
+  place<T>(&keys, 0, copy, stride, steps_of<T>(width));
+  for (int64_t i = 0; i < count; i++) {
+    T* row = reinterpret_cast<T*>(copy + i * stride);
+    read(i, row);
+    std::memset(row + width, 0, size_t(padded_k<T>(width) - width) * sizeof(T));
+    rows[i] = row;
+  }
+  return keys;
+}
+
 // The rows of a paged block; pieces in place where their slots follow each other and the kernel can read them so, else
 // copied. `rows` become the addresses of all rows.
 template <class T>
 static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count,
                        const T** rows) {
   const int64_t padded = padded_k<T>(width), size = sizeof(T), piece_rows = row_multiple(T{});
-  const int64_t stride = ceil_div(padded * size, 64) * 64 + 64;  // odd lines: rows spread over cache sets
+  const int64_t stride = copy_stride<T>(width);
   char* copy = scratch<char>(KEYS, BLOCK * stride);
   Keys keys;
   keys.parts = 1;
@@ -56,41 +80,69 @@ static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t
   return keys;
 }
 
+// `row` and the like count elements of what is stored: T, or bytes of FP8 rows.
 template <class T>
 struct LatentSource {
   const Queries& queries;
-  const T* cache;
+  int form;
+  const void* cache;
   int64_t row, width, latent;
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
     const T* rows[BLOCK];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
-    Keys keys = paged_keys(cache, row, width, slots, count, rows);
+    const uint8_t* bytes = static_cast<const uint8_t*>(cache);
+    Keys keys = form == PLAIN ? paged_keys(static_cast<const T*>(cache), row, width, slots, count, rows)
+                              : read_keys(width, count, rows, [&](int64_t i, T* to) {
+                                  read_latent(form, bytes + slots[i] * row, latent, width - latent, to);
+                                });
     pack_values(rows, count, latent, steps, values);
     return keys;
   }
   void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
-    add_rows(lines, cache, row, width, queries.slots + queries.rows[u.request] * queries.slots_row + first, count);
+    const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
+    if (form == PLAIN) add_rows(lines, static_cast<const T*>(cache), row, width, slots, count);
+    else add_rows(lines, static_cast<const uint8_t*>(cache), row, row, slots, count);
   }
 };
 
 template <class T>
 struct PagedSource {
   const Queries& queries;
-  const T *k, *v;
+  int form;
+  const void *k, *v;
   int64_t k_row, k_head, v_row, v_head, width;
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
     const T* rows[BLOCK];
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
-    for (int64_t i = 0; i < count; i++) rows[i] = v + slots[i] * v_row + u.group * v_head;
+    if (form == PLAIN) {
+      for (int64_t i = 0; i < count; i++) rows[i] = at<T>(v, slots[i] * v_row + u.group * v_head);
+      pack_values(rows, count, width, steps, values);
+      return paged_keys(at<T>(k, u.group * k_head), k_row, width, slots, count, rows);
+    }
+    auto read = [&](const uint8_t* from, int64_t row) {
+      return read_keys(width, count, rows, [&](int64_t i, T* to) { read_head(form, from + slots[i] * row, width, to); });
+    };
+    read(at<uint8_t>(v, u.group * v_head), v_row);  // keys take the place of values when these are packed
     pack_values(rows, count, width, steps, values);
-    return paged_keys(k + u.group * k_head, k_row, width, slots, count, rows);
+    return read(at<uint8_t>(k, u.group * k_head), k_row);
   }
   void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
     const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
-    add_rows(lines, k + u.group * k_head, k_row, width, slots, count);
-    add_rows(lines, v + u.group * v_head, v_row, width, slots, count);
+    if (form == PLAIN) {
+      add_rows(lines, at<T>(k, u.group * k_head), k_row, width, slots, count);
+      add_rows(lines, at<T>(v, u.group * v_head), v_row, width, slots, count);
+      return;
+    }
+    const int64_t bytes = head_bytes(form, width);
+    add_rows(lines, at<uint8_t>(k, u.group * k_head), k_row, bytes, slots, count);
+    add_rows(lines, at<uint8_t>(v, u.group * v_head), v_row, bytes, slots, count);
+  }
+
+  template <class X>
+  static const X* at(const void* base, int64_t offset) {
+    return static_cast<const X*>(base) + offset;
   }
 };
 
@@ -132,19 +184,19 @@ struct ExpandedSource {
 };
 
 template <class T>
-static void absorbed(const T* q, int64_t q_token, int64_t q_head, const T* cache, int64_t row, const Queries& queries,
-                     int64_t heads, int64_t latent, int64_t rotary, float scale, T* out) {
+static void absorbed(int form, const T* q, int64_t q_token, int64_t q_head, const void* cache, int64_t row,
+                     const Queries& queries, int64_t heads, int64_t latent, int64_t rotary, float scale, T* out) {
   const Heads<T> h{q, q_token, q_head, out, heads * latent, latent, 1, heads, latent + rotary, latent, scale};
-  const LatentSource<T> source{queries, cache, row, latent + rotary, latent};
+  const LatentSource<T> source{queries, form, cache, row, latent + rotary, latent};
   Attention<T, LatentSource<T>>(queries, h, source).run(64);
 }
 
 template <class T>
-static void paged(const T* q, int64_t q_token, int64_t q_head, const T* k, int64_t k_row, int64_t k_head, const T* v,
-                  int64_t v_row, int64_t v_head, const Queries& queries, int64_t heads, int64_t key_heads,
-                  int64_t width, float scale, T* out) {
+static void paged(int form, const T* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row, int64_t k_head,
+                  const void* v, int64_t v_row, int64_t v_head, const Queries& queries, int64_t heads,
+                  int64_t key_heads, int64_t width, float scale, T* out) {
   const Heads<T> h{q, q_token, q_head, out, heads * width, width, key_heads, heads / key_heads, width, width, scale};
-  const PagedSource<T> source{queries, k, v, k_row, k_head, v_row, v_head, width};
+  const PagedSource<T> source{queries, form, k, v, k_row, k_head, v_row, v_head, width};
   Attention<T, PagedSource<T>>(queries, h, source).run(128);
 }
 
@@ -160,48 +212,9 @@ static void expanded(const T* q, int64_t q_token, int64_t q_head, const T* kv, i
   Attention<T, ExpandedSource<T>>(queries, h, source).run(128);
 }
 
-}  // namespace moe
-
-using namespace moe;
-
-#define IN(type, p) static_cast<const type*>(p)
-#define OUT(type, p) static_cast<type*>(p)
-
-API void moe_absorbed(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* cache, int64_t row,
-                      const Queries* queries, int64_t heads, int64_t latent, int64_t rotary, float scale, void* out) {
-  if (is_bf16)
-    absorbed(IN(bf16, q), q_token, q_head, IN(bf16, cache), row, *queries, heads, latent, rotary, scale,
-             OUT(bf16, out));
-  else
-    absorbed(IN(float, q), q_token, q_head, IN(float, cache), row, *queries, heads, latent, rotary, scale,
-             OUT(float, out));
-}
-
-API void moe_paged(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row,
-                   int64_t k_head, const void* v, int64_t v_row, int64_t v_head, const Queries* queries, int64_t heads,
-                   int64_t key_heads, int64_t width, float scale, void* out) {
-  if (is_bf16)
-    paged(IN(bf16, q), q_token, q_head, IN(bf16, k), k_row, k_head, IN(bf16, v), v_row, v_head, *queries, heads,
-          key_heads, width, scale, OUT(bf16, out));
-  else
-    paged(IN(float, q), q_token, q_head, IN(float, k), k_row, k_head, IN(float, v), v_row, v_head, *queries, heads,
-          key_heads, width, scale, OUT(float, out));
-}
-
-API void moe_expanded(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* kv, int64_t kv_row,
-                      int64_t kv_head, const void* rope, int64_t rope_row, const Queries* queries, int64_t heads,
-                      int64_t nope, int64_t rotary, int64_t value, float scale, void* out) {
-  if (is_bf16)
-    expanded(IN(bf16, q), q_token, q_head, IN(bf16, kv), kv_row, kv_head, IN(bf16, rope), rope_row, *queries, heads,
-             nope, rotary, value, scale, OUT(bf16, out));
-  else
-    expanded(IN(float, q), q_token, q_head, IN(float, kv), kv_row, kv_head, IN(float, rope), rope_row, *queries, heads,
-             nope, rotary, value, scale, OUT(float, out));
-}
-
-// Rows of every request's context, one behind the other. Strides and width in bytes.
-API void moe_gather(const void* cache, int64_t row_bytes, int64_t width_bytes, const Queries* queries, void* out) {
-  const Queries& q = *queries;
+// Calls copy(slot, place) for every row of every request's context, one behind the other.
+template <class Copy>
+static void gather(const Queries& q, const Copy& copy) {
   constexpr int64_t ROWS_A_TASK = 256;
   int64_t tasks = 0, from = 0;
   int64_t* task_of = scratch<int64_t>(SHARED_INDEX, 3 * q.requests);
@@ -217,8 +230,63 @@ API void moe_gather(const void* cache, int64_t row_bytes, int64_t width_bytes, c
     const int64_t first = (task - task_of[3 * r]) * ROWS_A_TASK;
     const int64_t last = std::min<int64_t>(first + ROWS_A_TASK, q.contexts[r]);
     const int32_t* slots = q.slots + q.rows[r] * q.slots_row;
-    for (int64_t i = first; i < last; i++)
-      std::memcpy(OUT(char, out) + (task_of[3 * r + 1] + i) * width_bytes, IN(char, cache) + slots[i] * row_bytes,
-                  size_t(width_bytes));
+    for (int64_t i = first; i < last; i++) copy(slots[i], task_of[3 * r + 1] + i);
   });
+}
+
+}  // namespace moe
+
+using namespace moe;
+
+#define IN(type, p) static_cast<const type*>(p)
+#define OUT(type, p) static_cast<type*>(p)
+
+API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* cache,
+                      int64_t row, const Queries* queries, int64_t heads, int64_t latent, int64_t rotary, float scale,
+                      void* out) {
+  if (is_bf16)
+    absorbed(form, IN(bf16, q), q_token, q_head, cache, row, *queries, heads, latent, rotary, scale, OUT(bf16, out));
+  else
+    absorbed(form, IN(float, q), q_token, q_head, cache, row, *queries, heads, latent, rotary, scale, OUT(float, out));
+}
+
+API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row,
+                   int64_t k_head, const void* v, int64_t v_row, int64_t v_head, const Queries* queries, int64_t heads,
+                   int64_t key_heads, int64_t width, float scale, void* out) {
+  if (is_bf16)
+    paged(form, IN(bf16, q), q_token, q_head, k, k_row, k_head, v, v_row, v_head, *queries, heads, key_heads, width,
+          scale, OUT(bf16, out));
+  else
+    paged(form, IN(float, q), q_token, q_head, k, k_row, k_head, v, v_row, v_head, *queries, heads, key_heads, width,
+          scale, OUT(float, out));
+}
+
+API void moe_expanded(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* kv, int64_t kv_row,
+                      int64_t kv_head, const void* rope, int64_t rope_row, const Queries* queries, int64_t heads,
+                      int64_t nope, int64_t rotary, int64_t value, float scale, void* out) {
+  if (is_bf16)
+    expanded(IN(bf16, q), q_token, q_head, IN(bf16, kv), kv_row, kv_head, IN(bf16, rope), rope_row, *queries, heads,
+             nope, rotary, value, scale, OUT(bf16, out));
+  else
+    expanded(IN(float, q), q_token, q_head, IN(float, kv), kv_row, kv_head, IN(float, rope), rope_row, *queries, heads,
+             nope, rotary, value, scale, OUT(float, out));
+}
+
+// Rows of every request's context, one behind the other. Strides and width in bytes.
+API void moe_gather(const void* cache, int64_t row_bytes, int64_t width_bytes, const Queries* queries, void* out) {
+  gather(*queries, [&](int64_t slot, int64_t place) {
+    std::memcpy(OUT(char, out) + place * width_bytes, IN(char, cache) + slot * row_bytes, size_t(width_bytes));
+  });
+}
+
+// The same of FP8 rows, which become numbers.
+API void moe_gather_fp8(int is_bf16, int form, const void* cache, int64_t row_bytes, int64_t latent, int64_t rotary,
+                        const Queries* queries, void* out) {
+  auto run = [&](auto* rows) {
+    gather(*queries, [&](int64_t slot, int64_t place) {
+      const uint8_t* row = IN(uint8_t, cache) + slot * row_bytes;
+      read_latent(form, row, latent, rotary, rows + place * (latent + rotary));
+    });
+  };
+  is_bf16 ? run(OUT(bf16, out)) : run(OUT(float, out));
 }

@@ -8,8 +8,8 @@ using namespace moe;
 
 // hidden [T, D] -> out [T, D]; writes the tokens' latent rows into their slots first.
 API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
-                       const int64_t* positions, const int64_t* slots, void* cache, int64_t cache_row,
-                       const Queries* queries, void* out) {
+                       const int64_t* positions, const int64_t* slots, int form, void* cache,
+                       int64_t cache_row, const Queries* queries, void* out) {
   const MLALayer& l = *layer;
   const int64_t size = is_bf16 ? 2 : 4, latent = l.keys.out, nope = l.keys.in, value = l.values.out;
   const int64_t row = latent + l.rotary, head = nope + l.rotary, rank = l.down.out - row;
@@ -26,25 +26,26 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
   moe_rotate(is_bf16, q + nope * size, l.heads * head, head, positions, l.table, l.rotary, l.interleaved, tokens,
              l.heads);
   moe_write_latent(is_bf16, 0, down + rank * size, l.down.out, l.kv_norm, l.eps, positions, l.table, l.rotary,
-                   l.interleaved, slots, 1, cache, cache_row, tokens, latent);
+                   l.interleaved, slots, 1, form, cache, cache_row, tokens, latent);
   moe_linear_heads(is_bf16, q, l.heads * head, head, tokens, l.heads, nope, l.keys.panels, latent, absorbed,
                    l.heads * row, row);
   for (int64_t i = 0; i < tokens * l.heads; i++)
     std::memcpy(absorbed + (i * row + latent) * size, q + (i * head + nope) * size, size_t(l.rotary * size));
-  moe_absorbed(is_bf16, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary, l.scale,
-               mixed);
+  moe_absorbed(is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary,
+               l.scale, mixed);
   moe_linear_heads(is_bf16, mixed, l.heads * latent, latent, tokens, l.heads, latent, l.values.panels, value, values,
                    l.heads * value, value);
   moe_linear(is_bf16, values, l.heads * value, tokens, l.o.in, l.o.panels, l.o.out, l.o.bias, nullptr, 0, out, l.o.out);
 }
 
-// x [T, D] -> out [T, D]: the routed experts, and the shared one if there is any.
+// x [T, D] -> out [T, D]: the routed experts, and the shared one if there is any. `chosen` [T, K], where not null, gets
+// the router's choices.
 API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_t ldx, int64_t tokens, int64_t hidden,
-                       void* out) {
+                       void* out, int32_t* chosen) {
   const MoELayer& l = *layer;
   Arrays arrays(tokens * l.top_k * 8 + 2 * 64);
   float* weights = static_cast<float*>(arrays.take(tokens * l.top_k * 4));
-  int32_t* ids = static_cast<int32_t*>(arrays.take(tokens * l.top_k * 4));
+  int32_t* ids = chosen != nullptr ? chosen : static_cast<int32_t*>(arrays.take(tokens * l.top_k * 4));
   moe_route(is_bf16, x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids);
   const bool shared = l.shared_up.panels != nullptr;
   if (shared)

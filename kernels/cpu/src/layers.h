@@ -45,7 +45,7 @@ class Arrays {
 }  // namespace moe
 
 API void moe_mla_layer(int is_bf16, const moe::MLALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
-                       const int64_t* positions, const int64_t* slots, void* cache, int64_t cache_row,
-                       const moe::Queries* queries, void* out);
+                       const int64_t* positions, const int64_t* slots, int form, void* cache,
+                       int64_t cache_row, const moe::Queries* queries, void* out);
 API void moe_moe_layer(int is_bf16, const moe::MoELayer* layer, const void* x, int64_t ldx, int64_t tokens,
-                       int64_t hidden, void* out);
+                       int64_t hidden, void* out, int32_t* chosen);

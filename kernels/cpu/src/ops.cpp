@@ -3,6 +3,7 @@
 // Legend: T tokens, D hidden, H heads, C latent width, R rotary width, E experts, K experts a token.
 // All arithmetic in float; every reduction runs in an order that depends on the row's length alone.
 #include "api.h"
+#include "fp8.h"
 #include "vec.h"
 
 namespace moe {
@@ -123,13 +124,15 @@ static INLINE int64_t slot_of(const void* slots, bool wide, int64_t t) {
 
 template <class T, class W>
 static void write_latent(const T* kv_a, int64_t ld, const W* weight, float eps, const int64_t* positions,
-                         const float* table, int64_t rotary, bool interleaved, const void* slots, bool wide, T* cache,
-                         int64_t cache_row, int64_t tokens, int64_t latent) {
+                         const float* table, int64_t rotary, bool interleaved, const void* slots, bool wide, int form,
+                         void* cache, int64_t cache_row, int64_t tokens, int64_t latent) {
   parallel_ranges(tokens, double(latent) * 0.2, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++) {
-      T* row = cache + slot_of(slots, wide, t) * cache_row;
+      const int64_t place = slot_of(slots, wide, t) * cache_row;
+      T* row = form == PLAIN ? static_cast<T*>(cache) + place : scratch<T>(KEYS, latent + rotary);
       norm_row(kv_a + t * ld, weight, eps, row, latent);
       rotate_row(kv_a + t * ld + latent, row + latent, table + positions[t] * rotary, rotary, interleaved);
+      if (form != PLAIN) write_latent_row(form, row, latent, rotary, static_cast<uint8_t*>(cache) + place);
     }
   });
 }
@@ -346,11 +349,12 @@ API void moe_rotate(int is_bf16, void* x, int64_t x_token, int64_t x_head, const
 
 API void moe_write_latent(int is_bf16, int weight_bf16, const void* kv_a, int64_t ld, const void* weight, float eps,
                           const int64_t* positions, const float* table, int64_t rotary, int interleaved,
-                          const void* slots, int wide, void* cache, int64_t cache_row, int64_t tokens, int64_t latent) {
+                          const void* slots, int wide, int form, void* cache, int64_t cache_row, int64_t tokens,
+                          int64_t latent) {
   typed(is_bf16, weight_bf16, [&](auto a, auto b) {
     using T = decltype(a);
     write_latent(IN(T, kv_a), ld, IN(decltype(b), weight), eps, positions, table, rotary, interleaved, slots, wide,
-                 OUT(T, cache), cache_row, tokens, latent);
+                 form, cache, cache_row, tokens, latent);
   });
 }
 
@@ -360,6 +364,20 @@ API void moe_write_kv(const void* k, int64_t k_token, int64_t k_head, const void
                       int64_t tokens, int64_t heads, int64_t k_bytes, int64_t v_bytes) {
   write_rows(IN(char, k), k_token, k_head, slots, wide, OUT(char, k_cache), k_row, tokens, heads, k_bytes);
   write_rows(IN(char, v), v_token, v_head, slots, wide, OUT(char, v_cache), v_row, tokens, heads, v_bytes);
+}
+
+// The same into rows of FP8, x [T, H, W] of elements, the cache's stride in bytes.
+API void moe_write_kv_fp8(int is_bf16, int form, const void* x, int64_t x_token, int64_t x_head, const void* slots,
+                          int wide, void* cache, int64_t cache_row, int64_t tokens, int64_t heads, int64_t width) {
+  typed(is_bf16, [&](auto a) {
+    const auto* rows = IN(decltype(a), x);
+    parallel_ranges(tokens, double(heads * width) * 0.3, [&](int64_t from, int64_t to) {
+      for (int64_t t = from; t < to; t++)
+        for (int64_t h = 0; h < heads; h++)
+          write_head(form, rows + t * x_token + h * x_head, width,
+                     OUT(uint8_t, cache) + slot_of(slots, wide, t) * cache_row + h * head_bytes(form, width));
+    });
+  });
 }
 
 API void moe_route(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t dim, const float* gate,

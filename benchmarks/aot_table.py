@@ -1,0 +1,86 @@
+"""Compiles every Triton kernel ahead of time for sm_90 and sm_100 and shows what became of it; needs no GPU.
+
+    python -m benchmarks.aot_table [--arch 90 100] [--only TEXT] [--one-of-each] [--output FILE] [--no-json]
+
+A line is a kernel with the types and constants of a model's shape. `stack` is where ptxas spills registers: it must be
+0. `tensor cores` are the instructions found in the PTX: wgmma (sm_90), tcgen05 (sm_100), or mma.sync where a tile has
+fewer than 64 rows. Exit code 1 when a kernel does not compile, spills, needs more shared memory than a block may have,
+or multiplies matrices without tensor cores.
+
+Writes benchmarks/results/<date>_<device>_aot_table.json, or FILE, and the table in Markdown beside it. Seconds are
+those of this run: 0.00 is a kernel that Triton's cache held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import table, write_result
+from moe_engine.kernels.triton.aot import AotReport
+from moe_engine.kernels.triton.compile_many import Result, compile_many, one_of_each
+from moe_engine.kernels.triton.modules import all_cases
+
+COLUMNS = ("kernel", "sm", "registers", "stack", "shared", "tensor memory", "warps", "tensor cores", "s")
+
+
+def line(result: Result) -> list[str]:
+    """A row of the table."""
+    if not isinstance(result, AotReport):
+        return [result.name, str(result.arch), result.error[:60], *[""] * (len(COLUMNS) - 3)]
+    r = result
+    numbers = (r.arch, r.registers, r.spill_bytes, r.shared_bytes, r.tensor_memory_columns, r.num_warps)
+    return [r.name, *map(str, numbers), " ".join(r.instructions) or "-", f"{r.seconds:.2f}"]
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """The table for a page."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(line, results)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def run(archs: Sequence[int], only: str, one_each: bool, processes: int) -> list[Result]:
+    """Results of the cases whose name holds `only`, for every architecture."""
+    cases = [case for case in all_cases() if only in case.name]
+    if one_each:
+        cases = one_of_each(cases)
+    jobs = [(case, arch) for case in cases for arch in archs]
+    results = []
+    for number, result in enumerate(compile_many(jobs, processes), 1):
+        results.append(result)
+        for problem in result.problems():
+            print(f"{result.name} sm_{result.arch}: {problem}", file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"\r{number}/{len(jobs)}", end="", file=sys.stderr)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=[90, 100], choices=[90, 100])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
+    parser.add_argument("--one-of-each", action="store_true", help="one case of every kernel")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here")
+    parser.add_argument("--no-json", action="store_true")
+    options = parser.parse_args(argv)
+    began = time.perf_counter()
+    results = run(options.arch, options.only, options.one_of_each, options.processes)
+    bad = [result for result in results if result.problems()]
+    print(table(COLUMNS, [line(result) for result in results]))
+    print(f"{len(results)} kernels in {time.perf_counter() - began:.0f} s, {len(bad)} not fit to ship")
+    if not options.no_json:
+        body: dict[str, Any] = {"kernels": [asdict(result) | {"problems": result.problems()} for result in results]}
+        file = write_result("aot_table", body, path=options.output)
+        file.with_suffix(".md").write_text(markdown(results))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Tokens a second of the whole engine with random weights: decode of one batch, many requests offline, FP8 layers.
+
+Models are config.json alone; the numbers in the weights do not matter to speed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_suite.targets import check_engine
+
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "n_shared_experts": 2, "n_routed_experts": 64, "routed_scaling_factor": 1.0,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+    "topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "moe_layer_freq": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": False, "scoring_func": "softmax", "hidden_act": "silu",
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000, "rope_scaling": None,
+    "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}  # fmt: skip
+
+V3_LAYERS: dict[str, Any] = V2_LITE | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 5, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536, "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "num_nextn_predict_layers": 0,
+    "bos_token_id": 0, "eos_token_id": 1,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+"""One dense and four MoE layers of DeepSeek-V3 in block FP8: about 47 GB."""
+
+DECODE_BATCHES = (1, 32, 128, 256)
+CONTEXT = 2048
+DECODE_TOKENS = 24
+OFFLINE_REQUESTS = 512
+OFFLINE_TOKENS = 1024
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint folder that holds a config.json alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def decode_points(model: Path, batches: tuple[int, ...], folder: Path, device: str = "cuda") -> list[dict[str, Any]]:
+    """What `benchmarks.one_batch` measures with `CONTEXT` tokens before, one result a batch size."""
+    results = folder / f"{model.name}.jsonl"
+    command = [
+        sys.executable, "-m", "benchmarks.one_batch", "--model-path", str(model), "--load-format", "dummy",
+        "--skip-tokenizer-init", "--device", device, "--context-length", str(2 * CONTEXT),
+        "--max-running-requests", str(max(batches)), "--batch-size", *map(str, batches),
+        "--input-len", str(CONTEXT), "--output-len", str(DECODE_TOKENS), "--result-filename", str(results),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"one_batch ended with {done.returncode}: {done.stderr[-1500:]}")
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def offline(model: Path, requests: int = OFFLINE_REQUESTS, tokens: int = OFFLINE_TOKENS, device: str = "cuda") -> float:
+    """Generated tokens a second of `requests` random prompts handed over at once, `tokens` in and out each."""
+    from moe_engine import Engine
+
+    draw = random.Random(0)
+    prompts = [[draw.randrange(1000, 100000) for _ in range(tokens)] for _ in range(requests)]
+    ask = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    flags: dict[str, Any] = {
+        "model_path": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "device": device,
+    }
+    with Engine(**flags, context_length=2 * tokens + 64, max_running_requests=requests) as engine:
+        engine.generate(input_ids=prompts[:4], sampling_params=ask | {"max_new_tokens": 8})
+        engine.flush_cache()
+        began = time.perf_counter()
+        answers = engine.generate(input_ids=prompts, sampling_params=ask)
+        seconds = time.perf_counter() - began
+    assert isinstance(answers, list)
+    return sum(answer["meta_info"]["completion_tokens"] for answer in answers) / seconds
+
+
+def measure_decode(folder: Path) -> dict[str, Any]:
+    """DeepSeek-V2-Lite's decode points."""
+    points = decode_points(write_model(folder / "v2_lite", V2_LITE), DECODE_BATCHES, folder)
+    rates = {f"decode.b{p['batch_size']}": p["batch_size"] / p["median_decode_latency"] for p in points}
+    return {"points": points, "targets": [t for t in check_engine(rates) if "decode" in t["name"]]}
+
+
+def measure_offline(folder: Path) -> dict[str, Any]:
+    """DeepSeek-V2-Lite, 1K in and 1K out."""
+    rate = offline(write_model(folder / "v2_lite", V2_LITE))
+    targets = [target for target in check_engine({"offline": rate}) if "offline" in target["name"]]
+    return {"output_tokens_per_s": rate, "targets": targets}
+
+
+def measure_fp8_layers(folder: Path) -> dict[str, Any]:
+    """The FP8 layers of DeepSeek-V3: seconds a step; they have no target of their own."""
+    return {"points": decode_points(write_model(folder / "v3_layers", V3_LAYERS), (1, 64, 128), folder)}

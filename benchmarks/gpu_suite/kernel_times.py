@@ -1,0 +1,81 @@
+"""Times of every row for every named shape, against the floors of this GPU, against vendors, against targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_suite.clock import Clock, Limits
+from benchmarks.gpu_suite.rows import Rows
+from benchmarks.gpu_suite.targets import check_all
+from benchmarks.kernel_cases import KernelCase, NotServed
+from benchmarks.report import table
+from moe_engine.kernels.device import probe
+
+
+def measure(cases: Iterable[KernelCase], rows: Sequence[str] | None = None) -> dict[str, Any]:
+    """Limits of this GPU, a line for each case and row, the rows that cannot run, and the targets."""
+    clock = Clock()
+    limits = clock.limits()
+    able = Rows(probe("cuda"), rows)
+    lines = [line for case in cases for line in time_case(case, able, clock, limits)]
+    targets = check_all(lines, limits.copy_bytes_per_s)
+    return {"limits": asdict(limits), "lines": lines, "refused": able.refused, "targets": targets}
+
+
+def time_case(case: KernelCase, rows: Rows, clock: Clock, limits: Limits) -> list[dict[str, Any]]:
+    """A line for every row of the case's family; one that fails says how and the others go on."""
+    peak = limits.fp8_flops_per_s if case.fp8 and limits.fp8_flops_per_s else limits.bf16_flops_per_s
+    floor = case.floor_seconds(limits.copy_bytes_per_s, peak)
+    lines = []
+    for name, kernel in rows.kernels[case.family].items():
+        line: dict[str, Any] = {"kernel": case.name, "family": case.family, "row": name, "floor_us": floor * 1e6}
+        try:
+            torch.manual_seed(0)
+            seconds = clock.seconds(case.prepare(kernel, "cuda"))
+        except NotServed as why:
+            line["not_served"] = str(why)
+        except Exception as error:
+            line["failed"] = f"{type(error).__name__}: {error}"
+        else:
+            line |= {
+                "us": seconds * 1e6, "of_floor": floor / seconds, "bytes_per_s": case.bytes / seconds,
+                "flops_per_s": case.flops / seconds,
+            }  # fmt: skip
+        torch.cuda.empty_cache()
+        lines.append(line)
+    return lines
+
+
+def as_text(values: dict[str, Any]) -> str:
+    """The lines and targets as tables."""
+    limits = values["limits"]
+    fp8 = limits["fp8_flops_per_s"]
+    head = f"copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, bf16 {limits['bf16_flops_per_s'] / 1e12:.0f} TFLOPS"
+    head += f", FP8 {fp8 / 1e12:.0f} TFLOPS" if fp8 else ""
+    rows = [_cells(line) for line in values["lines"]]
+    text = [head, table(("kernel", "row", "us", "floor us", "of floor", "GB/s", "TFLOPS"), rows)]
+    text += [f"{name}: {why}" for name, why in values["refused"].items()]
+    text += [targets_text(values["targets"])]
+    return "\n".join(text)
+
+
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    names = line["kernel"], line["row"]
+    floor = f"{line['floor_us']:.1f}"
+    if "us" not in line:
+        return *names, "-", floor, line.get("failed") or line["not_served"], "", ""
+    rates = f"{line['bytes_per_s'] / 1e9:.0f}", f"{line['flops_per_s'] / 1e12:.1f}"
+    return *names, f"{line['us']:.1f}", floor, f"{line['of_floor']:.2f}", *rates
+
+
+def targets_text(targets: Sequence[dict[str, Any]]) -> str:
+    """Each target with what was reached."""
+    cells = []
+    for target in targets:
+        reached = "-" if target["reached"] is None else f"{target['reached']:.2f}"
+        cells.append((target["name"], f"{target['wanted']:.2f}", reached, "yes" if target["met"] else "no"))
+    return table(("target", "wanted", "reached", "met"), cells)

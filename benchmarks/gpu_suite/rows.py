@@ -1,0 +1,59 @@
+"""The rows of each kernel family that can run on this GPU, and why the others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from moe_engine.kernels import tables
+from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.registry import Choice, Row
+from moe_engine.kernels.triton.availability import why_not as triton_why_not
+
+FAMILIES: dict[str, list[Row]] = {
+    "ops": tables.OPS,
+    "linear": tables.LINEAR,
+    "experts": tables.EXPERTS,
+    "mla": tables.MLA,
+    "gqa": tables.GQA,
+    "sampling": tables.SAMPLING,
+}
+
+PARTS = {
+    "quantization": {"torch": "quantization.reference", "triton": "quantization.triton_rows"},
+    "permutation": {"triton": "experts.triton_permute"},
+}
+"""Kernels that are parts of a family's row and no table's own: modules, used as rows."""
+
+
+class Rows:
+    """Kernels by family and row name, each built once. `refused` says of the others why."""
+
+    def __init__(self, device: Device, asked: Sequence[str] | None = None) -> None:
+        self.kernels: dict[str, dict[str, Any]] = {family: {} for family in (*FAMILIES, *PARTS)}
+        self.refused: dict[str, str] = {}
+        for family, rows in FAMILIES.items():
+            for row in rows:
+                if asked is not None and row.name not in asked:
+                    continue
+                attention = family if family in ("mla", "gqa") else "mla"
+                why = row.why_not(device, Need("bfloat16", attention=attention))
+                if why is None:
+                    why = self._build(family, row)
+                if why is not None:
+                    self.refused[f"{family}.{row.name}"] = why
+
+        for part, modules in PARTS.items():
+            for name, module in modules.items():
+                why = triton_why_not(device, "bfloat16") if name == "triton" else None
+                if why is None and (asked is None or name in asked):
+                    self.kernels[part][name] = import_module(f"moe_engine.kernels.{module}")
+
+    def _build(self, family: str, row: Row) -> str | None:
+        """Why the row that should run cannot be made; None where it can."""
+        try:
+            self.kernels[family][row.name] = Choice(family, row, "measured").build()
+        except Exception as error:
+            return f"failed to load: {type(error).__name__}: {error}"
+        return None

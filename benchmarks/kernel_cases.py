@@ -1,0 +1,209 @@
+"""Kernels as things that can be called: for every named shape the inputs, and the call on a row of its family.
+
+No command of its own: `benchmarks.kernels` and `benchmarks.gpu_suite` time these calls.
+
+Legend: T tokens, D hidden, I expert width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.experts.shapes import ExpertShape
+from moe_engine.kernels.linear.shapes import LinearShape
+from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+from moe_engine.kernels.ops.shapes import OpShape
+from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
+from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
+from moe_engine.parallel.dispatch.local import LocalDispatcher
+
+Call = Callable[[], Any]
+POSITIONS = 4096
+
+
+class NotServed(Exception):
+    """This row cannot run this shape; the text says why."""
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A shape of a family with its floors; `prepare(kernel, device)` makes inputs and returns the call to time.
+
+    The same random seed gives every kernel the same inputs; the call returns what it computed.
+    """
+
+    family: str
+    name: str
+    bytes: int
+    flops: int
+    fp8: bool
+    prepare: Callable[[Any, str], Call]
+
+    def floor_seconds(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """No kernel can be faster on such a device."""
+        return max(self.bytes / bytes_per_s, self.flops / flops_per_s)
+
+
+def normal(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.float32).mul_(scale).to(dtype)
+
+
+def op_case(shape: OpShape) -> KernelCase:
+    family = "sampling" if shape.operation == "sample" else "ops"
+    makers: dict[str, Callable[..., Call]] = {
+        "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm, "silu_and_mul": _silu_and_mul, "rotate": _rotate,
+        "write_latent": _write_latent, "route": _route, "sample": _sample,
+    }  # fmt: skip
+    make = makers[shape.operation]
+    return KernelCase(
+        family, shape.name, shape.bytes, shape.flops, False,
+        lambda kernel, device: make(kernel, device, shape.tokens, *shape.widths),
+    )  # fmt: skip
+
+
+def _rms_norm(ops: Any, device: str, tokens: int, width: int) -> Call:
+    x, weight = normal(tokens, width, device=device), normal(width, device=device)
+    return lambda: ops.rms_norm(x, weight, 1e-6)
+
+
+def _add_rms_norm(ops: Any, device: str, tokens: int, width: int) -> Call:
+    x, residual, weight = (normal(*s, device=device) for s in ((tokens, width), (tokens, width), (width,)))
+    return lambda: ops.add_rms_norm(x, residual, weight, 1e-6)
+
+
+def _silu_and_mul(ops: Any, device: str, tokens: int, width: int) -> Call:
+    gate_up = normal(tokens, 2 * width, device=device)
+    return lambda: ops.silu_and_mul(gate_up)
+
+
+def _table(width: int, device: str) -> RotaryTable:
+    angles = torch.rand(POSITIONS, width // 2, device=device) * 2 * math.pi
+    return RotaryTable(torch.cat((angles.cos(), angles.sin()), -1), True)
+
+
+def _rotate(ops: Any, device: str, tokens: int, heads: int, width: int) -> Call:
+    x, table = normal(tokens, heads, 128 + width, device=device), _table(width, device)
+    positions = torch.randint(POSITIONS, (tokens,), device=device)
+
+    def call() -> Tensor:
+        ops.rotate(x, positions, table)
+        return x
+
+    return call
+
+
+def _write_latent(ops: Any, device: str, tokens: int, latent: int, rotary: int) -> Call:
+    kv_a, weight = normal(tokens, latent + rotary, device=device), normal(latent, device=device)
+    table = _table(rotary, device)
+    positions = torch.randint(POSITIONS, (tokens,), device=device)
+    cache = torch.zeros(2 * tokens, latent + rotary, dtype=torch.bfloat16, device=device)
+    slots = torch.randperm(2 * tokens, device=device)[:tokens]
+
+    def call() -> Tensor:
+        ops.write_latent(kv_a, weight, 1e-6, positions, table, slots, cache)
+        return cache
+
+    return call
+
+
+def _route(ops: Any, device: str, tokens: int, hidden: int, experts: int, top_k: int) -> Call:
+    x, gate = normal(tokens, hidden, device=device), normal(experts, hidden, device=device, dtype=torch.float32)
+    grouped = experts == 256
+    spec = RouterSpec(experts, top_k, "softmax")
+    if grouped:
+        spec = RouterSpec(experts, top_k, "sigmoid", True, 8, 4, "top2", True, 2.5)
+    bias = torch.randn(experts, device=device) if grouped else None
+    return lambda: ops.route(x, gate, bias, spec)
+
+
+def _sample(sampling: Any, device: str, rows: int, vocab: int) -> Call:
+    """top_p 0.95 of peaked logits: what chat requests ask for."""
+    import numpy as np
+
+    logits = normal(rows, vocab, device=device, dtype=torch.float32, scale=3.0)
+
+    def column(value: float) -> Tensor:
+        return torch.full((rows,), value, device=device)
+
+    top_k = torch.full((rows,), vocab, dtype=torch.int64, device=device)
+    draws = np.full(rows, Draw.NUCLEUS, np.uint8)
+    parameters = SamplingParameters(draws, column(0.7), column(0.95), column(0.0), top_k, device != "cpu")
+    uniform = (torch.rand(rows, device=device) * 2**24).floor() * 2.0**-24
+    return lambda: sampling.sample(logits, parameters, uniform)
+
+
+def linear_case(shape: LinearShape) -> KernelCase:
+    def prepare(kernel: Any, device: str) -> Call:
+        x = normal(shape.rows, shape.k, device=device)
+        weight = normal(shape.n, shape.k, device=device, scale=shape.k**-0.5)
+        if not shape.fp8:
+            prepared = kernel.prepare(weight)
+        else:
+            blocks = quantize_weight(weight)
+            keeps = hasattr(kernel, "prepare_blocks")
+            prepared = kernel.prepare_blocks(blocks) if keeps else kernel.prepare(dequantize_weight(blocks, x.dtype))
+        return lambda: kernel.run(x, prepared)
+
+    return KernelCase("linear", shape.name, shape.bytes, shape.flops, shape.fp8, prepare)
+
+
+def experts_case(shape: ExpertShape) -> KernelCase:
+    """Routed experts on one rank; where a rank has some of the model's experts, ids outside count nothing."""
+    model, count = shape.model, shape.num_experts
+
+    def prepare(kernel: Any, device: str) -> Call:
+        fused = hasattr(kernel, "run_routed")
+        if not fused and count < model.num_experts:
+            raise NotServed("needs a dispatcher for experts that stand on several ranks")
+        weights = load_experts(kernel, count, model.hidden, model.width, model.fp8, device)
+        x = normal(shape.tokens, model.hidden, device=device)
+        ids = torch.rand(shape.tokens, model.num_experts, device=device).topk(model.top_k).indices.int()
+        ids = ids.masked_fill(ids >= count, -1)
+        shares = torch.rand(shape.tokens, model.top_k, device=device)
+        if fused:
+            return lambda: kernel.run_routed(x, shares, ids, weights)
+        dispatcher = LocalDispatcher(count)
+
+        def call() -> Tensor:
+            batch, handle = dispatcher.dispatch(x, ids, shares)
+            return dispatcher.combine(kernel.run(batch, weights), shares, handle)
+
+        return call
+
+    return KernelCase("experts", shape.name, shape.bytes, shape.flops, model.fp8, prepare)
+
+
+def load_experts(kernel: Any, count: int, hidden: int, width: int, fp8: bool, device: str) -> Any:
+    """Weights of `count` experts, alike, each in its own memory; a kernel that keeps no FP8 gets them dequantised."""
+    parts = [normal(*shape, device=device, scale=0.02) for shape in ((width, hidden), (width, hidden), (hidden, width))]
+    blocks = [quantize_weight(part) for part in parts] if fp8 else []
+    if not hasattr(kernel, "allocate_blocks") or not fp8:
+        parts = [dequantize_weight(block, torch.bfloat16) for block in blocks] or parts
+        weights = kernel.allocate(count, hidden, width, torch.bfloat16, device)
+        for expert in range(count):
+            kernel.load_expert(weights, expert, *parts)
+        return weights
+    weights = kernel.allocate_blocks(count, hidden, width, device)
+    for expert in range(count):
+        kernel.load_expert_blocks(weights, expert, *blocks)
+    return weights
+
+
+def all_cases(text: str = "") -> list[KernelCase]:
+    """Every named shape of every family, or those with `text` in their name."""
+    from moe_engine.kernels.experts import shapes as experts
+    from moe_engine.kernels.linear import shapes as linear
+    from moe_engine.kernels.ops import shapes as ops
+
+    cases: Iterable[KernelCase] = [
+        *map(op_case, ops.named_shapes()),
+        *map(linear_case, linear.named_shapes()),
+        *map(experts_case, experts.named_shapes()),
+    ]
+    return [case for case in cases if text in case.name]

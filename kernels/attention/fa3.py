@@ -1,0 +1,135 @@
+"""FlashAttention 3 (Hopper): MLA and GQA over pages of any size, and varlen attention over expanded keys.
+
+MLA's absorbed form is its `qv` product: scores are q_rope . k_rope + q_latent . latent, values are the latent.
+Legend: T query tokens, H query heads, G KV heads, N qk_nope, P rotary width, C kv_lora_rank, V v_head, R requests,
+S context tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, plan_of, slots_of
+from moe_engine.kernels.vendors.probe import FA3
+from moe_engine.kernels.vendors.trees import Tree
+
+MAX_QV_ROTARY, MIN_QV_LATENT = 64, 256
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The arguments that every layer passes on for a group of queries."""
+
+    paged: Paged
+    tree: Tree | None
+
+    @classmethod
+    def of(cls, queries: PagedQueries) -> _Group:
+        tree = None if queries.visible is None else Tree.of(queries)
+        paged = Paged.of(queries, before=tree is not None)
+        return cls(paged, tree)
+
+    def arguments(self) -> dict[str, Any]:
+        paged = self.paged
+        return {
+            "cache_seqlens": paged.kv_lens_device,
+            "page_table": paged.table,
+            "cu_seqlens_q": paged.query_starts,
+            "max_seqlen_q": max(paged.query_lens),
+            "causal": self.tree is None,
+        }
+
+
+class _Backend:
+    name = "fa3"
+
+    def __init__(self, module: Any | None = None) -> None:
+        self._lib = FA3.load() if module is None else FA3.check(module)
+
+    def plan(self, batch: AttentionBatch) -> StepPlan:
+        plan = StepPlan(batch)
+        for queries in (batch.decode, batch.prefill):
+            if queries is not None and queries.num_tokens:
+                self._group(plan, queries)
+        return plan
+
+    def _group(self, plan: Any, queries: PagedQueries) -> _Group:
+        return plan_of(plan).get(queries, "group", lambda: _Group.of(queries))
+
+    def _with_lse(self, group: _Group, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """out [T, H, *] and its log-sum-exp [T, H] (natural)."""
+        out, lse, *_ = self._lib.flash_attn_with_kvcache(
+            *tensors, return_softmax_lse=True, **group.arguments(), **options
+        )
+        return out, lse.transpose(0, 1)  # the library's is [H, T]
+
+
+class FA3MLA(_Backend):
+    """`MLABackend`. Raises ImportError where the library is not here or lacks what is called."""
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says; C at least 256 and P at most 64."""
+        latent = q.shape[2] - 64 if value_width is None else value_width
+        rotary = q.shape[2] - latent
+        if latent < MIN_QV_LATENT or rotary > MAX_QV_ROTARY:
+            raise ValueError(f"FlashAttention 3 has no kernels for a latent of {latent} and {rotary} rotary channels")
+        if not q.shape[0]:
+            return q.new_empty(0, q.shape[1], latent)
+        group = self._group(plan, queries)
+        pages = as_pages(cache, queries.page_size).unsqueeze(2)  # [pages, page_size, 1, C+P]
+        parts = q[..., latent:], pages[..., latent:], pages[..., :latent]
+        options = {"qv": q[..., :latent], "softmax_scale": scale}
+        if group.tree is None:
+            return self._lib.flash_attn_with_kvcache(*parts, **group.arguments(), **options)
+        out, lse = self._with_lse(group, *parts, **options)
+        keys = cache.unsqueeze(1)
+        return group.tree.merge(out, lse, *group.tree.attend(q, keys, keys[..., :latent], scale))
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        queries.refuse_tree("gathered")
+        return torch.index_select(cache, 0, plan_of(plan).get(queries, "slots", lambda: slots_of(queries)), out=out)
+
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        queries.refuse_tree("expanded")
+        heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
+        if not q.shape[0]:
+            return q.new_empty(0, heads, kv.shape[2] - nope)
+        starts = plan_of(plan).get(queries, "context_starts", lambda: _context_starts(queries))
+        keys = torch.cat((kv[..., :nope], k_rope.unsqueeze(1).expand(-1, heads, -1)), -1)  # [S, H, N+P]
+        out = self._lib.flash_attn_varlen_func(
+            q, keys, kv[..., nope:], cu_seqlens_q=queries.query_starts, cu_seqlens_k=starts,
+            max_seqlen_q=max(queries.query_lens), max_seqlen_k=max(queries.context_lens), softmax_scale=scale,
+            causal=True,
+        )  # fmt: skip
+        return out[0] if isinstance(out, tuple) else out  # some builds add the log-sum-exp unasked
+
+
+class FA3GQA(_Backend):
+    """`GQABackend`. Raises ImportError where the library is not here or lacks what is called."""
+
+    def paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        if not q.shape[0]:
+            return q.new_empty(q.shape)
+        group = self._group(plan, queries)
+        pages = as_pages(k_cache, queries.page_size), as_pages(v_cache, queries.page_size)
+        if group.tree is None:
+            return self._lib.flash_attn_with_kvcache(q, *pages, softmax_scale=scale, **group.arguments())
+        out, lse = self._with_lse(group, q, *pages, softmax_scale=scale)
+        return group.tree.merge(out, lse, *group.tree.attend(q, k_cache, v_cache, scale))
+
+
+def _context_starts(queries: PagedQueries) -> Tensor:
+    """[R+1] int32 on the device."""
+    lens = queries.context_lens_device
+    return torch.cat((lens.new_zeros(1), lens.cumsum(0))).to(torch.int32)

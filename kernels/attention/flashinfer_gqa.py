@@ -1,0 +1,96 @@
+"""GQA by FlashInfer: one paged prefill wrapper for prompts, decode and verification alike.
+
+Legend: T query tokens, H query heads, G KV heads, Dh head width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.vendors.flashinfer import Planned, Wrappers, workspace
+from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, plan_of, prefix_sums
+from moe_engine.kernels.vendors.probe import FLASHINFER
+from moe_engine.kernels.vendors.trees import Tree
+
+HEAD_WIDTHS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a plan depends on besides the queries."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    scale: float
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+class FlashInferGQA:
+    """`GQABackend` over `BatchPrefillWithPagedKVCacheWrapper`; its tensor-core kernels serve single queries too.
+
+    Args:
+        module: the library; default: the installed one.
+
+    Raises:
+        ImportError: it is not here or lacks what is called.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, module: Any | None = None) -> None:
+        self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
+        self._wrappers: Wrappers | None = None
+        self._form: _Form | None = None
+
+    def plan(self, batch: AttentionBatch) -> StepPlan:
+        """The first step plans at its first layer, later ones here, with the numbers seen last."""
+        plan = StepPlan(batch)
+        for queries in (batch.decode, batch.prefill):
+            if self._form is not None and queries is not None and queries.num_tokens:
+                self._planned(plan, queries, self._form)
+        return plan
+
+    def paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        tokens, heads, width = q.shape
+        if width not in HEAD_WIDTHS:
+            raise ValueError(f"FlashInfer has no kernels for heads of {width}; it has {HEAD_WIDTHS}")
+        if not tokens:
+            return q.new_empty(q.shape)
+        form = _Form(heads, k_cache.shape[1], width, scale, q.dtype, k_cache.dtype)
+        self._form = form
+        planned = self._planned(plan_of(plan), queries, form)
+        pages = as_pages(k_cache, queries.page_size), as_pages(v_cache, queries.page_size)
+        tree: Tree | None = planned.detail
+        if tree is None:
+            return planned.wrapper.run(q.contiguous(), pages)
+        out, lse = planned.wrapper.run(q.contiguous(), pages, return_lse=True)  # lse [T, H] in base 2
+        own, own_lse = tree.attend(q, k_cache, v_cache, scale)
+        return tree.merge(out, lse * math.log(2), own, own_lse)
+
+    def _planned(self, plan: StepPlan, queries: PagedQueries, form: _Form) -> Planned:
+        return plan.get(queries, form, lambda: self._new_plan(queries, form))
+
+    def _new_plan(self, queries: PagedQueries, form: _Form) -> Planned:
+        tree = None if queries.visible is None else Tree.of(queries)
+        paged = Paged.of(queries, before=tree is not None)
+        if self._wrappers is None:
+            buffer = workspace(queries.rows.device)
+            make = self._lib.BatchPrefillWithPagedKVCacheWrapper
+            self._wrappers = Wrappers(lambda: make(buffer, "NHD"))
+        last = [kv - (count - 1) * paged.page_size for kv, count in zip(paged.kv_lens, paged.num_pages)]
+        return self._wrappers.plan(
+            prefix_sums(paged.query_lens), prefix_sums(paged.num_pages), paged.flat,
+            torch.tensor(last, dtype=torch.int32), form.heads, form.kv_heads, form.width, paged.page_size,
+            causal=tree is None, sm_scale=form.scale, q_data_type=form.q_dtype, kv_data_type=form.kv_dtype,
+            detail=tree,
+        )  # fmt: skip

@@ -1,0 +1,156 @@
+"""MLA by FlashInfer: the absorbed form by its MLA wrapper, the expanded form by its ragged prefill wrapper.
+
+Plans need numbers that the engine knows at the layers only (heads, scale, dtypes). The first step plans at its first
+layer; later steps plan ahead, in `plan`, with the numbers seen last.
+Legend: T query tokens, H query heads, N qk_nope, P rotary width, C kv_lora_rank, V v_head, S context tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.vendors.flashinfer import Planned, Wrappers, workspace
+from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, plan_of, prefix_sums, slots_of
+from moe_engine.kernels.vendors.probe import FLASHINFER
+from moe_engine.kernels.vendors.trees import Tree
+
+EXPANDED_WIDTHS = ((192, 128), (128, 128), (64, 64), (256, 256))
+"""(N+P, V) that the ragged kernels are generated for."""
+
+
+@dataclass(frozen=True)
+class _Absorbed:
+    """What a plan of the absorbed form depends on besides the queries."""
+
+    heads: int
+    latent: int
+    rotary: int
+    scale: float
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Expanded:
+    heads: int
+    key_width: int
+    value_width: int
+    scale: float
+    dtype: torch.dtype
+
+
+class FlashInferMLA:
+    """`MLABackend` over `BatchMLAPagedAttentionWrapper` and `BatchPrefillWithRaggedKVCacheWrapper`.
+
+    Args:
+        module: the library; default: the installed one.
+
+    Raises:
+        ImportError: it is not here or lacks what is called.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, module: Any | None = None) -> None:
+        self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
+        self._wrappers: dict[Any, Wrappers] = {}
+        self._absorbed: _Absorbed | None = None
+        self._expanded: _Expanded | None = None
+
+    def plan(self, batch: AttentionBatch) -> StepPlan:
+        plan = StepPlan(batch)
+        if self._absorbed is not None and batch.decode is not None and batch.decode.num_tokens:
+            self._plan_absorbed(plan, batch.decode, self._absorbed)
+        if self._expanded is not None and batch.prefill is not None and batch.prefill.num_tokens:
+            self._plan_expanded(plan, batch.prefill, self._expanded)
+        return plan
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says; C must be a multiple of 128 and P one of 64."""
+        tokens, heads, width = q.shape
+        latent = width - 64 if value_width is None else value_width
+        if latent % 128 or (width - latent) % 64:
+            raise ValueError(f"FlashInfer's MLA needs latents of 128 n and rotary widths of 64 n, not {latent}+...")
+        if not tokens:
+            return q.new_empty(0, heads, latent)
+        # 64 or 128 query rows are a tile: heads that do not divide it are refused where a tile ends inside a token
+        padded = 1 << (heads - 1).bit_length()
+        form = _Absorbed(padded, latent, width - latent, scale, q.dtype, cache.dtype)
+        self._absorbed = form
+        planned = self._plan_absorbed(plan_of(plan), queries, form)
+        query = F.pad(q, (0, 0, 0, padded - heads)).contiguous()
+        pages = as_pages(cache, queries.page_size)
+        out = q.new_empty(tokens, padded, latent)
+        tree: Tree | None = planned.detail
+        if tree is None:
+            planned.wrapper.run(query=query, kv_cache=pages, out=out)
+            return out[:, :heads]
+        _, lse = planned.wrapper.run(
+            query=query, kv_cache=pages, out=out, return_lse=True, return_lse_base_on_e=True
+        )  # [T, H]
+        keys = cache.unsqueeze(1)
+        own, own_lse = tree.attend(q, keys, keys[..., :latent], scale)
+        return tree.merge(out[:, :heads], lse[:, :heads], own, own_lse)
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        queries.refuse_tree("gathered")
+        slots = plan_of(plan).get(queries, "slots", lambda: slots_of(queries))
+        return torch.index_select(cache, 0, slots, out=out)
+
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        queries.refuse_tree("expanded")
+        heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
+        form = _Expanded(heads, q.shape[2], kv.shape[2] - nope, scale, q.dtype)
+        if (form.key_width, form.value_width) not in EXPANDED_WIDTHS:
+            raise ValueError(f"FlashInfer has no kernels for keys of {form.key_width} and values of {form.value_width}")
+        if not q.shape[0]:
+            return q.new_empty(0, heads, form.value_width)
+        self._expanded = form
+        planned = self._plan_expanded(plan_of(plan), queries, form)
+        keys = torch.cat((kv[..., :nope], k_rope.unsqueeze(1).expand(-1, heads, -1)), -1)  # [S, H, N+P]
+        values = kv[..., nope:].contiguous()  # strides are not promised; a copy is little beside the product
+        return planned.wrapper.run(q.contiguous(), keys, values)
+
+    def _plan_absorbed(self, plan: StepPlan, queries: PagedQueries, form: _Absorbed) -> Planned:
+        return plan.get(queries, form, lambda: self._new_absorbed(queries, form))
+
+    def _new_absorbed(self, queries: PagedQueries, form: _Absorbed) -> Planned:
+        tree = None if queries.visible is None else Tree.of(queries)
+        paged = Paged.of(queries, before=tree is not None)
+        metadata = self._lib.mla.MLAPlanMetadata.csr(
+            prefix_sums(paged.query_lens),
+            prefix_sums(paged.num_pages),
+            paged.flat,
+            torch.tensor(paged.kv_lens, dtype=torch.int32),
+        )
+        buffer = workspace(queries.rows.device)
+        make = self._lib.mla.BatchMLAPagedAttentionWrapper
+        wrappers = self._wrappers.setdefault("absorbed", Wrappers(lambda: make(buffer)))
+        return wrappers.plan(
+            metadata=metadata, num_heads=form.heads, head_dim_ckv=form.latent, head_dim_kpe=form.rotary,
+            page_size=paged.page_size, causal=tree is None, sm_scale=form.scale, q_data_type=form.q_dtype,
+            kv_data_type=form.kv_dtype, lse_mode="none" if tree is None else "basee", detail=tree,
+        )  # fmt: skip
+
+    def _plan_expanded(self, plan: StepPlan, queries: PagedQueries, form: _Expanded) -> Planned:
+        return plan.get(queries, form, lambda: self._new_expanded(queries, form))
+
+    def _new_expanded(self, queries: PagedQueries, form: _Expanded) -> Planned:
+        starts, ends = (prefix_sums(lens) for lens in (queries.query_lens, queries.context_lens))
+        buffer = workspace(queries.rows.device)
+        make = self._lib.BatchPrefillWithRaggedKVCacheWrapper
+        wrappers = self._wrappers.setdefault("expanded", Wrappers(lambda: make(buffer, "NHD")))
+        return wrappers.plan(
+            starts, ends, form.heads, form.heads, form.key_width, head_dim_vo=form.value_width, causal=True,
+            sm_scale=form.scale, q_data_type=form.dtype, kv_data_type=form.dtype,
+        )  # fmt: skip

@@ -1,0 +1,168 @@
+"""FlashMLA: the absorbed form over bf16 pages of 64 tokens (Hopper), or over FP8 records of 656 bytes.
+
+The library has no prefill kernels for Hopper: the expanded form runs on the best other backend that is here.
+Legend: T query tokens, H query heads, C latent (512), P rotary width (64), B requests, t most query tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.flashmla_records import Chosen
+from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
+from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries
+from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, plan_of, slots_of
+from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts
+from moe_engine.kernels.vendors.trees import Tree
+
+PAGE = 64
+LATENT, ROTARY = 512, 64
+RECORD_HEADS = (64, 128)
+"""Query heads that the kernels over records are built for; fewer are padded."""
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A group as a rectangle [B, t] of queries: requests with fewer get dummies before their own, which a causal mask
+    that ends at the context's end leaves right."""
+
+    paged: Paged
+    tree: Tree | None
+    schedule: tuple[Any, Any]
+    most: int
+    token: Tensor | None  # [B, t] int64: where a query is in the group; None where they are just one behind the other
+    request: Tensor | None  # [T] int64
+    place: Tensor | None  # [T] int64: within the rectangle
+
+    @classmethod
+    def of(cls, queries: PagedQueries, new_schedule: Callable[[Tensor, int], tuple[Any, Any]]) -> _Dense:
+        tree = None if queries.visible is None else Tree.of(queries)
+        paged = Paged.of(queries, PAGE, before=tree is not None)
+        most = max(paged.query_lens)
+        schedule = new_schedule(paged.kv_lens_device, most)
+        if min(paged.query_lens) == most:
+            return cls(paged, tree, schedule, most, None, None, None)
+        starts, device = paged.query_starts.long(), paged.rows.device
+        counts = starts.diff()
+        token = (starts[1:, None] - most + torch.arange(most, device=device)).clamp_min(0)
+        request = torch.repeat_interleave(
+            torch.arange(len(counts), device=device), counts, output_size=paged.num_tokens
+        )
+        place = torch.arange(paged.num_tokens, device=device) - starts[1:][request] + most
+        return cls(paged, tree, schedule, most, token, request, place)
+
+    def rectangle(self, q: Tensor) -> Tensor:
+        """q [T, H, W] -> [B, t, H, W]."""
+        return q.contiguous().unflatten(0, (-1, self.most)) if self.token is None else q[self.token]
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """x [B, t, *] -> [T, *]."""
+        return x.flatten(0, 1) if self.request is None else x[self.request, self.place]
+
+
+class FlashMLA:
+    """`MLABackend` over `flash_mla_with_kvcache`, in either generation of the interface: the older (2025, sgl_kernel)
+    takes a schedule that the caller asks for, and reads no records.
+
+    Args:
+        module: the library; default: the installed one.
+        expanded: who runs the expanded form; default: the most preferred other row that can run here.
+
+    Raises:
+        ImportError: the library is not here or lacks what is called.
+    """
+
+    name = "flashmla"
+
+    def __init__(self, module: Any | None = None, expanded: MLABackend | None = None) -> None:
+        self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
+        self._plans_itself = not accepts(self._lib.get_mla_metadata, "cache_seqlens")
+        self._prefill = expanded or _best_other()
+
+    def plan(self, batch: AttentionBatch) -> StepPlan:
+        return StepPlan(batch)  # schedules are made by the library at a step's first layer, on the device
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says, for C = 512 and P = 64; `cache` holds plain numbers or `FP8_GROUPS` records."""
+        if q.shape[2] != LATENT + ROTARY or value_width not in (None, LATENT):
+            raise ValueError(f"FlashMLA has kernels for {LATENT}+{ROTARY} channels, not {q.shape[2]}, {value_width}")
+        if not q.shape[0]:
+            return q.new_empty(0, q.shape[1], LATENT)
+        form = form_of(cache, LATENT, ROTARY)
+        if form == PLAIN:
+            return self._dense(q, cache, queries, scale, plan_of(plan))
+        if form != FP8_GROUPS or not self._plans_itself:
+            raise ValueError("this FlashMLA does not read such FP8 records")
+        return self._over_records(q, cache, queries, scale, plan_of(plan))
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        queries.refuse_tree("gathered")
+        rows = cache.index_select(0, plan_of(plan).get(queries, "slots", lambda: slots_of(queries)))
+        if out is None and form_of(cache, LATENT, ROTARY) == PLAIN:
+            return rows
+        values = unpack(rows, LATENT, ROTARY)
+        return values.to(torch.bfloat16) if out is None else out.copy_(values)
+
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        other = self._prefill
+        theirs = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
+        return other.expanded(q, kv, k_rope, queries, scale, theirs)
+
+    def _dense(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
+        heads = q.shape[1]  # a schedule is for one number of heads and one step's lengths
+        group = plan.get(queries, ("dense", heads), lambda: self._new_group(queries, heads))
+        out, lse = self._lib.flash_mla_with_kvcache(
+            group.rectangle(q), as_pages(cache, PAGE).unsqueeze(2), group.paged.table, group.paged.kv_lens_device,
+            LATENT, *group.schedule, softmax_scale=scale, causal=group.tree is None,
+        )  # fmt: skip
+        out = group.tokens(out)
+        if group.tree is None:
+            return out
+        keys = cache.unsqueeze(1)
+        own = group.tree.attend(q, keys, keys[..., :LATENT], scale)
+        return group.tree.merge(out, group.tokens(lse.transpose(1, 2)), *own)
+
+    def _new_group(self, queries: PagedQueries, heads: int) -> _Dense:
+        def schedule(lens: Tensor, most: int) -> tuple[Any, Any]:
+            """How requests are shared out among the SMs, and in how many splits; newer libraries find that out."""
+            get = self._lib.get_mla_metadata
+            return get() if self._plans_itself else get(lens, most * heads, 1)
+
+        return _Dense.of(queries, schedule)
+
+    def _over_records(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
+        """Sparse attention with every visible token chosen: the library reads records in no other way."""
+        tokens, heads, width = q.shape
+        padded = next((count for count in RECORD_HEADS if heads <= count), None)
+        if padded is None:
+            raise ValueError(f"FlashMLA reads FP8 records for at most {RECORD_HEADS[-1]} query heads, not {heads}")
+        query = q.new_zeros(tokens, 1, padded, width)
+        query[:, 0, :heads] = q
+        pages = as_pages(cache, queries.page_size).unsqueeze(2)
+        chosen = plan.get(queries, ("chosen", padded), lambda: Chosen(queries, lambda: self._lib.get_mla_metadata()[0]))
+        out = q.new_empty(tokens, heads, LATENT)
+        for part, schedule, indices in chosen.parts():
+            result, _ = self._lib.flash_mla_with_kvcache(
+                query[part], pages, None, None, LATENT, schedule, softmax_scale=scale, is_fp8_kvcache=True,
+                indices=indices,
+            )  # fmt: skip
+            out[part] = result[:, 0, :heads]
+        return out
+
+
+def _best_other() -> MLABackend:
+    from moe_engine.kernels import tables
+    from moe_engine.kernels.device import Need, probe
+    from moe_engine.kernels.registry import select
+
+    others = [row for row in tables.MLA if row.name != FlashMLA.name]
+    return select("attention", others, "auto", probe("cuda"), Need("bfloat16", page_size=PAGE)).build()

@@ -1,0 +1,46 @@
+"""A KV head's key or value in a GQA cache as torch tensors: plain numbers, bare e5m2 numbers, or an e4m3 record of
+bytes with a scale of its own; `kv_format` says what they look like.
+
+Legend: S slots, G KV heads, Dh head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.kv_format import E4M3, FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset, head_width
+from moe_engine.kernels.attention.latent_records import as_bytes, numbers, scale_of, to_e4m3, to_e5m2
+
+
+def form_of(cache: Tensor, width: int) -> int:
+    """The form of a cache [S, G, .] of heads of `width` numbers.
+
+    Raises:
+        ValueError: if its rows are not that long.
+    """
+    form = {torch.uint8: FP8_TOKEN, torch.float8_e5m2: FP8_RANGE}.get(cache.dtype, PLAIN)
+    expected = head_width(E4M3, width) if form == FP8_TOKEN else width
+    if cache.shape[-1] != expected:
+        raise ValueError(f"a cache row of {cache.dtype} has {cache.shape[-1]} elements, a head of {width} {expected}")
+    return form
+
+
+def pack(heads: Tensor, form: int) -> Tensor:
+    """heads [..., Dh] -> records [..., bytes] uint8, or [..., Dh] float8_e5m2. Numbers are rounded to nearest even."""
+    if form == FP8_RANGE:
+        return to_e5m2(heads)
+    width, values = heads.shape[-1], heads.float()
+    scale = scale_of(values).unsqueeze(-1)
+    records = heads.new_zeros((*heads.shape[:-1], head_width(E4M3, width)), dtype=torch.uint8)
+    records[..., :width] = as_bytes(to_e4m3(values, scale))
+    records[..., head_scale_offset(width) :] = as_bytes(scale)
+    return records
+
+
+def unpack(records: Tensor, width: int) -> Tensor:
+    """Rows of any form, [..., .] -> [..., Dh] float32, exactly what the bytes say."""
+    if form_of(records, width) != FP8_TOKEN:
+        return records.float()
+    scale = numbers(records[..., head_scale_offset(width) :], torch.float32)  # [..., 1]
+    return numbers(records[..., :width], torch.float8_e4m3fn) * scale

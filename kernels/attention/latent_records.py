@@ -1,0 +1,104 @@
+"""A token's latent in an MLA cache as torch tensors: plain numbers, bare e5m2 numbers, or one of two e4m3 records of
+bytes; `kv_format` says what they look like.
+
+Legend: S slots, C kv_lora_rank, P rotary width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.kv_format import (
+    FP8_GROUPS,
+    FP8_RANGE,
+    FP8_TOKEN,
+    GROUP,
+    PLAIN,
+    record_bytes,
+    scales_offset,
+)
+
+LARGEST_E4M3 = 448.0
+LARGEST_E5M2 = 57344.0
+
+
+def form_of(cache: Tensor, latent: int, rotary: int) -> int:
+    """The form of a cache [S, width]: numbers where it has C + P of them, a record where it has bytes.
+
+    Raises:
+        ValueError: if the width is none of these.
+    """
+    width = cache.shape[-1]
+    if cache.dtype != torch.uint8:
+        if width != latent + rotary:
+            raise ValueError(f"a cache row has {width} numbers, the latent {latent} + {rotary}")
+        return FP8_RANGE if cache.dtype == torch.float8_e5m2 else PLAIN
+    for form in (FP8_TOKEN, FP8_GROUPS):
+        if (form == FP8_TOKEN or latent % GROUP == 0) and width == record_bytes(form, latent, rotary):
+            return form
+    raise ValueError(f"a cache row has {width} bytes: no FP8 record of a latent of {latent} + {rotary}")
+
+
+def pack(rows: Tensor, latent: int, form: int) -> Tensor:
+    """rows [S, C+P] -> records [S, bytes] uint8, or [S, C+P] float8_e5m2. Numbers are rounded to nearest even."""
+    if form == FP8_RANGE:
+        return to_e5m2(rows)
+    rotary = rows.shape[1] - latent
+    records = rows.new_zeros((len(rows), record_bytes(form, latent, rotary)), dtype=torch.uint8)
+    values, rope = rows[:, :latent].float(), rows[:, latent:]
+    if form == FP8_TOKEN:
+        both = torch.stack([scale_of(values), scale_of(rope.float())], 1)  # [S, 2]
+        begin = scales_offset(latent, rotary)
+        records[:, :latent] = as_bytes(to_e4m3(values, both[:, :1]))
+        records[:, latent : latent + rotary] = as_bytes(to_e4m3(rope.float(), both[:, 1:]))
+        records[:, begin : begin + 8] = as_bytes(both)
+        return records
+    groups = values.unflatten(1, (-1, GROUP))
+    fraction, exponent = torch.frexp(scale_of(groups))  # [S, C/128]
+    scales = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())  # the power of two above
+    end = latent + 4 * scales.shape[1]
+    records[:, :latent] = as_bytes(to_e4m3(groups, scales[..., None]).flatten(1))
+    records[:, latent:end] = as_bytes(scales)
+    records[:, end:] = as_bytes(rope.to(torch.bfloat16))
+    return records
+
+
+def unpack(records: Tensor, latent: int, rotary: int) -> Tensor:
+    """Rows of any form, [S, .] -> [S, C+P] float32, exactly what the bytes say."""
+    form = form_of(records, latent, rotary)
+    if form in (PLAIN, FP8_RANGE):
+        return records.float()
+    values = numbers(records[:, :latent], torch.float8_e4m3fn)
+    if form == FP8_TOKEN:
+        begin = scales_offset(latent, rotary)
+        both = numbers(records[:, begin : begin + 8], torch.float32)
+        rope = numbers(records[:, latent : latent + rotary], torch.float8_e4m3fn)
+        return torch.cat((values * both[:, :1], rope * both[:, 1:]), 1)
+    end = latent + latent // GROUP * 4
+    scales = numbers(records[:, latent:end], torch.float32)
+    scaled = values.unflatten(1, (-1, GROUP)) * scales[..., None]
+    return torch.cat((scaled.flatten(1), numbers(records[:, end:], torch.bfloat16)), 1)
+
+
+def scale_of(values: Tensor) -> Tensor:
+    """[..., n] -> [...]: what the largest number must be divided by to fit e4m3."""
+    return values.abs().amax(-1).clamp(min=1e-12) / LARGEST_E4M3
+
+
+def to_e4m3(values: Tensor, scale: Tensor) -> Tensor:
+    return (values / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+
+
+def to_e5m2(values: Tensor) -> Tensor:
+    """Too large numbers become the largest, not infinity."""
+    return values.float().clamp(-LARGEST_E5M2, LARGEST_E5M2).to(torch.float8_e5m2)
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def numbers(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes [..., n] that hold numbers of `dtype`, as float32."""
+    return raw.contiguous().view(dtype).float()

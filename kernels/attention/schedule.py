@@ -1,0 +1,221 @@
+"""Which program reads which part of which context: the host's work before split attention kernels, in numpy.
+
+A query token has `rows_per_token` rows (query heads that share a key). A block is `block_m` neighbouring rows of one
+request; it reads the request's context in tiles of `block_n` tokens. A segment is a block and a range of tiles: one
+program of the grid. Contexts are cut into segments so that all programs together end at the same time; segments of one
+block leave partial results, which a merge puts together by their log-sum-exp.
+
+Blocks of a request that read the same tiles (more heads than a block holds, several draft tokens) stand beside each
+other in the grid and are cut at the same places, so that a tile comes from memory once and then from the L2 cache.
+
+Legend: R requests, N segments, M merges. A record is 8 int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RECORD = 8
+LANES = (4, 2, 1)
+"""How many blocks of a request may be cut alike; as many as lose little on requests with fewer blocks."""
+
+MAX_WASTE = 1.125
+MIN_TILES = 2
+"""A segment shorter than this costs more for its partial result than it saves."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How work is cut. `num_programs`: that run at once; ignored with `fixed_tiles`.
+
+    With `fixed_tiles` a context is cut every so many tiles, whatever else is in the batch: a request's results then
+    have the same bits in every batch.
+    """
+
+    block_m: int
+    block_n: int
+    num_programs: int
+    fixed_tiles: int | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Records on the device, ready for the kernels.
+
+    segments [N, 8]: request, first query token (of the group), rows from the block's first to the request's last,
+    the block's first row in the request, tokens that the request's first query token sees, first and last context token
+    (half open) to read, partial result to write or -1 for the output. Longest first.
+    merges [M, 8]: first query token, rows, first row, first partial result, number of partial results.
+    Records behind the last one are zero: no rows.
+    """
+
+    segments: Tensor
+    merges: Tensor
+    num_partials: int
+    block_m: int
+
+
+def pinned(values: np.ndarray, device: torch.device) -> Tensor:
+    """A host tensor whose copy to the device waits for nothing: other memory is copied behind all that runs there."""
+    tensor = torch.from_numpy(values)
+    return tensor if device == torch.device("cpu") else tensor.pin_memory()
+
+
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """Values on the device; the host waits for nothing."""
+    return pinned(values, device).to(device, non_blocking=True)
+
+
+class ScheduleBuffers:
+    """Memory with fixed addresses for one schedule at a time, for CUDA graphs: captured kernels read the new plan.
+
+    Grids then have the size of the buffers; programs without a record end at once.
+    """
+
+    def __init__(self, max_segments: int, max_merges: int, max_partials: int, device: torch.device) -> None:
+        self._limits = (max_segments, max_merges, max_partials)
+        self._records = torch.zeros(max_segments + max_merges, RECORD, dtype=torch.int32, device=device)
+
+    @classmethod
+    def for_decodes(
+        cls, num_requests: int, query_len: int, rows_per_token: int, split: Split, device: torch.device
+    ) -> ScheduleBuffers:
+        """Room for every schedule of so many requests of so many query tokens each, whatever their contexts.
+
+        A cut inside a block leaves one segment more; of `num_programs` programs' cuts, each makes two partial results
+        at most.
+        """
+        blocks = -(-query_len * rows_per_token // split.block_m)
+        programs = max(1, split.num_programs)
+        return cls(num_requests * blocks + programs, programs, 2 * programs, device)
+
+    def fill(self, segments: np.ndarray, merges: np.ndarray, num_partials: int, block_m: int) -> Schedule:
+        """Copies a schedule in, in stream order.
+
+        Raises:
+            ValueError: if it does not fit.
+        """
+        max_segments, max_merges, max_partials = self._limits
+        sizes = (len(segments), len(merges), num_partials)
+        if any(size > limit for size, limit in zip(sizes, self._limits)):
+            raise ValueError(f"a schedule of {sizes} segments, merges and partial results exceeds {self._limits}")
+        host = np.zeros((max_segments + max_merges, RECORD), dtype=np.int32)
+        host[: len(segments)] = segments
+        host[max_segments : max_segments + len(merges)] = merges
+        self._records.copy_(pinned(host, self._records.device), non_blocking=True)
+        return Schedule(self._records[:max_segments], self._records[max_segments:], max_partials, block_m)
+
+
+def schedule(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    rows_per_token: int,
+    split: Split,
+    device: torch.device,
+    *,
+    tree: bool = False,
+    buffers: ScheduleBuffers | None = None,
+) -> Schedule:
+    """The schedule of some requests, on the device; one upload.
+
+    Args:
+        context_lens: with the query tokens.
+        tree: query tokens may see later ones of their request, so every block reads all of the context.
+    """
+    segments, merges, num_partials = cut(query_lens, context_lens, rows_per_token, split, tree)
+    if buffers is not None:
+        return buffers.fill(segments, merges, num_partials, split.block_m)
+    records = upload(np.concatenate((segments, merges)), device)
+    return Schedule(records[: len(segments)], records[len(segments) :], num_partials, split.block_m)
+
+
+def cut(
+    query_lens: Sequence[int], context_lens: Sequence[int], rows_per_token: int, split: Split, tree: bool = False
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """(segments, merges, number of partial results), as in `Schedule`, on the host."""
+    queries = np.asarray(query_lens, dtype=np.int64)
+    contexts = np.asarray(context_lens, dtype=np.int64)
+    first_token = np.cumsum(queries) - queries
+    rows = queries * rows_per_token
+    blocks = -(-rows // split.block_m)  # [R]
+    lanes = _lanes(blocks, contexts)
+    bands = -(-blocks // lanes)  # [R]: a band is `lanes` blocks that are cut alike
+
+    request = np.repeat(np.arange(len(queries)), bands)  # [bands], and so below
+    first_block = (np.arange(len(request)) - np.repeat(np.cumsum(bands) - bands, bands)) * lanes
+    last_row = np.minimum((first_block + lanes) * split.block_m, rows[request]) - 1
+    unseen = 0 if tree else queries[request] - 1 - last_row // rows_per_token
+    end = contexts[request] - unseen  # context tokens that the band reads
+    tiles = -(-end // split.block_n)
+
+    band, begin, stop = _cut_bands(tiles, split, lanes)
+    order = np.argsort(begin - stop, kind="stable")
+    pieces = np.bincount(band, minlength=len(tiles))  # segments of a band
+    nth = np.arange(len(band)) - (np.cumsum(pieces) - pieces)[band]
+    split_bands = np.where(pieces > 1, pieces * lanes, 0)
+    first_partial = np.cumsum(split_bands) - split_bands
+
+    lane = np.tile(np.arange(lanes), len(order))
+    at = np.repeat(order, lanes)  # the segment's place in band, begin, stop
+    of = band[at]
+    block = first_block[of] + lane
+    row = block * split.block_m
+    partial = np.where(pieces[of] > 1, first_partial[of] + lane * pieces[of] + nth[at], -1)
+    segments = np.stack(
+        (
+            request[of],
+            first_token[request[of]],
+            rows[request[of]] - row,
+            row,
+            (contexts - queries + 1)[request[of]],
+            begin[at] * split.block_n,
+            np.minimum(stop[at] * split.block_n, end[of]),
+            partial,
+        ),
+        1,
+    )
+    exists = block < blocks[request[of]]
+    merged = exists & (partial >= 0) & (nth[at] == 0)
+    merges = np.zeros((int(merged.sum()), RECORD), dtype=np.int64)
+    merges[:, :3] = segments[merged, 1:4]
+    merges[:, 3] = partial[merged]
+    merges[:, 4] = pieces[of][merged]
+    return segments[exists].astype(np.int32), merges.astype(np.int32), int(split_bands.sum())
+
+
+def _lanes(blocks: np.ndarray, contexts: np.ndarray) -> int:
+    """The widest band whose empty lanes would add no more than `MAX_WASTE` to the work."""
+    work = int((blocks * contexts).sum())
+    for lanes in LANES:
+        if int((-(-blocks // lanes) * lanes * contexts).sum()) <= MAX_WASTE * work:
+            return lanes
+    return 1
+
+
+def _cut_bands(tiles: np.ndarray, split: Split, lanes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts bands of `tiles` each: (band, first tile, tile behind the last) of every piece, in order of bands."""
+    ends = np.cumsum(tiles)
+    starts = ends - tiles
+    total = int(ends[-1]) if len(ends) else 0
+    if total == 0:
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, empty, empty
+    if split.fixed_tiles is not None:
+        inside = -(-tiles // split.fixed_tiles)
+        nth = np.arange(int(inside.sum())) - np.repeat(np.cumsum(inside) - inside, inside)
+        cuts = np.repeat(starts, inside) + nth * split.fixed_tiles
+    else:
+        parts = max(1, min(split.num_programs // lanes, total // MIN_TILES))
+        cuts = np.arange(parts) * total // parts
+        band = np.searchsorted(ends, cuts, side="right")
+        cuts = np.where(cuts - starts[band] < MIN_TILES, starts[band], cuts)
+        cuts = np.where(ends[band] - cuts < MIN_TILES, ends[band], cuts)
+    edges = np.unique(np.concatenate((starts[tiles > 0], cuts, ends[-1:])))
+    begin, stop = edges[:-1], edges[1:]
+    band = np.searchsorted(ends, begin, side="right")
+    return band, begin - starts[band], stop - starts[band]

@@ -1,0 +1,118 @@
+"""Puts results of parts of a context together by their log-sum-exp: result = sum_i exp(lse_i - lse) result_i.
+
+Legend: T query tokens, H query heads, G KV heads, V value width, M merges, B rows of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.attention.schedule import RECORD, Schedule
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import element
+
+_ROWS = 4
+"""Rows of a program."""
+
+_RECORD = tl.constexpr(RECORD)
+
+
+@triton.jit
+def merge_partials_kernel(
+    partial, lse, merges, out,
+    PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """partial [P, G, B, WIDTH] and lse [P, G, B] (base 2) -> out [T, G * PER_GROUP, WIDTH], as `merges` say."""
+    record = merges + tl.program_id(0) * _RECORD
+    group, groups = tl.program_id(2), tl.num_programs(2)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    left = tl.load(record + 1)
+    if tl.program_id(1) * ROWS < left:
+        first, count = tl.load(record + 3), tl.load(record + 4)
+        column = tl.arange(0, BLOCK)
+        whole = (row < left) & (row < BLOCK_M)
+        live = whole[:, None] & (column < WIDTH)[None, :]
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        for i in range(first, first + count):
+            best = tl.maximum(best, tl.load(lse + (i * groups + group) * BLOCK_M + row, whole, 0.0))
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, BLOCK], tl.float32)
+        for i in range(first, first + count):
+            place = (i * groups + group) * BLOCK_M + row
+            weight = tl.exp2(tl.load(lse + place, whole, 0.0) - best)
+            total += weight
+            values = tl.load(partial + place.to(tl.int64)[:, None] * WIDTH + column[None, :], live, 0.0)
+            mixed += weight[:, None] * values
+        inner = tl.load(record + 2) + row
+        token = tl.load(record) + inner // PER_GROUP
+        head = group * PER_GROUP + inner % PER_GROUP
+        place = (token.to(tl.int64) * groups * PER_GROUP + head)[:, None] * WIDTH + column[None, :]
+        tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), live)
+
+
+@triton.jit
+def merge_chunk_kernel(out, lse, other, other_lse, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """out, lse of row n become those over both parts; log-sum-exps are natural, -inf for a part without tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    live = column < WIDTH
+    a, b = tl.load(lse + row), tl.load(other_lse + row)
+    best = tl.maximum(a, b)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    weight_a, weight_b = tl.exp(a - best), tl.exp(b - best)
+    total = weight_a + weight_b
+    norm = tl.where(total > 0.0, 1.0 / total, 0.0)
+    place = row * WIDTH + column
+    mine = tl.load(out + place, live, 0.0).to(tl.float32)
+    theirs = tl.load(other + place, live, 0.0).to(tl.float32)
+    mixed = (mine * weight_a + theirs * weight_b) * norm
+    tl.store(out + place, mixed.to(out.dtype.element_ty), live)
+    tl.store(lse + row, best + tl.log(total))
+
+
+def merge_partials(partial: Tensor, lse: Tensor, schedule: Schedule, out: Tensor) -> None:
+    """Writes to out [T, H, V] the rows that several programs worked on.
+
+    Args:
+        partial: [P, G, B, V] float32, each normalised.
+        lse: [P, G, B] float32, to base 2.
+    """
+    num_merges = len(schedule.merges)
+    if num_merges == 0:
+        return
+    groups, width = partial.shape[1], partial.shape[3]
+    grid = (num_merges, triton.cdiv(schedule.block_m, _ROWS), groups)
+    merge_partials_kernel[grid](
+        partial, lse, schedule.merges, out, out.shape[1] // groups, width, next_power_of_2(width), schedule.block_m,
+        _ROWS, num_warps=4,
+    )  # fmt: skip
+
+
+def merge_chunk(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Attention over one part of a context takes in that over another, in place.
+
+    out and other [T, H, V], lse and other_lse [T, H] float32 (natural logarithm); all contiguous. For contexts whose
+    keys and values are expanded a part at a time. A row that neither part shows anything becomes 0 with lse -inf.
+    """
+    if out.numel():
+        width = out.shape[-1]
+        merge_chunk_kernel[(lse.numel(),)](out, lse, other, other_lse, width, next_power_of_2(width), num_warps=1)
+
+
+def aot_cases() -> list[AotCase]:
+    cases = []
+    for per_group, width, block_m in ((128, 512, 64), (16, 512, 16), (16, 512, 32), (4, 128, 16), (8, 128, 16)):
+        signature = {"partial": "*fp32", "lse": "*fp32", "merges": "*i32", "out": "*bf16"}
+        constants = {"PER_GROUP": per_group, "WIDTH": width, "BLOCK": width, "BLOCK_M": block_m, "ROWS": _ROWS}
+        name = f"attention merge of {width} channels, {per_group} heads, blocks of {block_m}"
+        cases.append(AotCase(name, merge_partials_kernel, signature, constants, 4, 3, False))
+    for dtype in (torch.bfloat16, torch.float32):
+        kind = f"*{element(dtype)}"
+        signature = {"out": kind, "lse": "*fp32", "other": kind, "other_lse": "*fp32"}
+        name = f"attention merge of two chunks, {element(dtype)}"
+        cases.append(AotCase(name, merge_chunk_kernel, signature, {"WIDTH": 128, "BLOCK": 128}, 1, 3, False))
+    return cases

@@ -1,0 +1,216 @@
+"""Routed experts by DeepGEMM's grouped products, FP8 or bf16: gate and up, SiLU-mul, down.
+
+Legend: D hidden, I expert width, E experts, M rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.quantization.protocol import BLOCK, FP8, BlockWeight
+from moe_engine.kernels.quantization.reference import dequantize_weight
+from moe_engine.kernels.vendors.deep_gemm import DeepGemm, Groups, Operand
+from moe_engine.kernels.vendors.warming import StepShapes, row_counts
+
+ROOMY = 2
+"""Aligned rows a real row from which on the intermediate is brought together before the activation."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A matrix [N, K] of every expert.
+
+    Attributes:
+        data: [E, N, K], e4m3 or bf16.
+        memory: what is stored as scales; None for bf16.
+        scales: the same as the library takes it, a view.
+    """
+
+    data: Tensor
+    memory: Tensor | None
+    scales: Tensor | None
+
+    @property
+    def operand(self) -> Operand | Tensor:
+        return self.data if self.scales is None else (self.data, self.scales)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.data, self.memory) if x is not None)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What `ExpertWeights.data` is."""
+
+    gate_up: Stack
+    down: Stack
+    power_of_two: bool = False
+
+
+class DeepGemmExperts:
+    """`ExpertsKernel`, `BlockScaledExperts`, `MovableExperts` and `WarmsUp`; takes both layouts.
+
+    Args:
+        deep_gemm: the library; default: the installed one.
+
+    Raises:
+        ImportError: it is not here or lacks what is called.
+    """
+
+    name = "deep_gemm"
+
+    def __init__(self, deep_gemm: DeepGemm | None = None) -> None:
+        self._gemm = deep_gemm or DeepGemm()
+        self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}
+
+    def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
+        if dtype != torch.bfloat16:
+            raise ValueError(f"DeepGEMM multiplies bfloat16 or block FP8, not {dtype}")
+        gate_up, down = (
+            Stack(torch.empty(num_experts, *shape, dtype=dtype, device=device), None, None)
+            for shape in ((2 * width, hidden), (hidden, width))
+        )
+        return self._weights(num_experts, hidden, width, Layer(gate_up, down))
+
+    def allocate_blocks(
+        self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
+    ) -> ExpertWeights:
+        """As the protocol says; experts whose sizes the library does not serve in FP8 are kept in bf16."""
+        if width % BLOCK or not self._gemm.serves(hidden, width) or not self._gemm.serves(2 * width, hidden):
+            return self.allocate(num_experts, hidden, width, torch.bfloat16, device)
+        gate_up = self._blocks(num_experts, 2 * width, hidden, device)
+        down = self._blocks(num_experts, hidden, width, device)
+        return self._weights(num_experts, hidden, width, Layer(gate_up, down, power_of_two))
+
+    def _blocks(self, num_experts: int, n: int, k: int, device: Any) -> Stack:
+        data = torch.empty(num_experts, n, k, dtype=FP8, device=device)
+        if not self._gemm.exponents:
+            scales = torch.empty(num_experts, -(-n // BLOCK), -(-k // BLOCK), device=device)
+            return Stack(data, scales, scales)
+        columns = self._gemm.packed_columns(k)
+        memory = torch.empty(num_experts, columns, -(-n // 4) * 4, dtype=torch.int32, device=device)
+        return Stack(data, memory, memory.transpose(1, 2)[:, :n])
+
+    def _weights(self, num_experts: int, hidden: int, width: int, layer: Layer) -> ExpertWeights:
+        num_bytes = layer.gate_up.num_bytes + layer.down.num_bytes
+        weights = ExpertWeights(num_experts, hidden, width, layer, num_bytes)
+        self._shapes.setdefault((num_experts, hidden, width, layer.gate_up.data.dtype), weights)
+        return weights
+
+    def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        layer: Layer = weights.data
+        if layer.gate_up.scales is not None:
+            raise ValueError("these experts were allocated in block FP8: load_expert_blocks fills them")
+        layer.gate_up.data[expert, : weights.width].copy_(gate)
+        layer.gate_up.data[expert, weights.width :].copy_(up)
+        layer.down.data[expert].copy_(down)
+
+    def load_expert_blocks(
+        self, weights: ExpertWeights, expert: int, gate: BlockWeight, up: BlockWeight, down: BlockWeight
+    ) -> None:
+        layer: Layer = weights.data
+        if layer.gate_up.scales is None:
+            self.load_expert(weights, expert, *(dequantize_weight(part) for part in (gate, up, down)))
+            return
+        both = BlockWeight(
+            torch.cat((gate.data, up.data)), torch.cat((gate.scales, up.scales)), gate.power_of_two and up.power_of_two
+        )
+        for stack, weight in ((layer.gate_up, both), (layer.down, down)):
+            data, scales = self._gemm.weight(weight)
+            assert stack.scales is not None
+            stack.data[expert].copy_(data)
+            stack.scales[expert].copy_(scales)
+
+    def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
+        layer: Layer = weights.data
+        parts = (layer.gate_up.data, layer.gate_up.memory, layer.down.data, layer.down.memory)
+        return [part[expert] for part in parts if part is not None]
+
+    def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
+        x = batch.x
+        if x.dtype != torch.bfloat16 or x.shape[-1] != weights.hidden:
+            raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit experts of hidden size {weights.hidden}")
+        if not x.numel():
+            return torch.empty_like(x)
+        if batch.layout == "padded":
+            assert batch.counts is not None
+            return self._padded(x, batch.counts.to(torch.int32).contiguous(), weights)
+        assert batch.offsets is not None
+        return self._grouped(x, batch.offsets, weights)
+
+    def _grouped(self, x: Tensor, offsets: Tensor, weights: ExpertWeights) -> Tensor:
+        """x [M, D], sorted by expert."""
+        layer: Layer = weights.data
+        groups = self._gemm.groups(offsets, len(x))
+        middle = x.new_empty(groups.num_rows, 2 * weights.width)
+        self._gemm.grouped(self._spread(x, layer, groups), layer.gate_up.operand, middle, groups)
+        if groups.num_rows > ROOMY * len(x):  # a decode step: most aligned rows are gaps
+            second = self._spread_active(middle[groups.place], layer, groups)
+        else:
+            second = self._active(middle, layer)
+        out = x.new_empty(groups.num_rows, weights.hidden)
+        self._gemm.grouped(second, layer.down.operand, out, groups)
+        return out[groups.place]
+
+    def _spread(self, x: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
+        if layer.gate_up.scales is not None:
+            return self._gemm.spread(self._gemm.rows(x, layer.power_of_two), groups)
+        return x.new_empty(groups.num_rows, x.shape[1]).index_copy_(0, groups.place, x)
+
+    def _spread_active(self, middle: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
+        rows = self._active(middle, layer)
+        if isinstance(rows, tuple):
+            return self._gemm.spread(rows, groups)
+        return rows.new_empty(groups.num_rows, rows.shape[1]).index_copy_(0, groups.place, rows)
+
+    def _active(self, middle: Tensor, layer: Layer) -> Operand | Tensor:
+        """silu(gate) * up of middle [rows, 2I], as the second product takes it."""
+        if layer.down.scales is not None:
+            return self._gemm.silu_mul(middle, layer.power_of_two)
+        gate, up = middle.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def _padded(self, x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
+        """x [E, capacity, D]; rows after the counts are carried along unread."""
+        layer: Layer = weights.data
+        experts, capacity, hidden = x.shape
+        expected = max(1, capacity // 8)  # steers tiles only; a capacity is sized for the worst case
+        flat = x.reshape(-1, hidden)
+        first = self._gemm.rows(flat, layer.power_of_two) if layer.gate_up.scales is not None else flat
+        middle = x.new_empty(experts, capacity, 2 * weights.width)
+        self._gemm.masked(_by_expert(first, experts), layer.gate_up.operand, middle, counts, expected)
+        second = self._active(middle.flatten(0, 1), layer)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._gemm.masked(_by_expert(second, experts), layer.down.operand, out, counts, expected)
+        return out
+
+    def warm_up(self, shapes: StepShapes) -> int:
+        runs = 0
+        for weights in self._shapes.values():
+            device, experts = weights.data.gate_up.data.device, weights.num_experts
+            for count in row_counts(shapes.expert_rows):
+                offsets = torch.full((experts + 1,), count, dtype=torch.int32, device=device)
+                offsets[0] = 0
+                rows = torch.zeros(count, weights.hidden, dtype=torch.bfloat16, device=device)
+                self.run(ExpertBatch("grouped", rows, offsets=offsets), weights)
+                runs += 2
+            if shapes.expert_capacity:
+                rows = torch.zeros(experts, shapes.expert_capacity, weights.hidden, dtype=torch.bfloat16, device=device)
+                counts = torch.zeros(experts, dtype=torch.int32, device=device)
+                self.run(ExpertBatch("padded", rows, counts=counts), weights)
+                runs += 2
+        return runs
+
+
+def _by_expert(rows: Operand | Tensor, experts: int) -> Operand | Tensor:
+    """[E * capacity, *] -> [E, capacity, *], views."""
+    if isinstance(rows, Tensor):
+        return rows.unflatten(0, (experts, -1))
+    return rows[0].unflatten(0, (experts, -1)), rows[1].unflatten(0, (experts, -1))

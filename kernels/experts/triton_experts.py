@@ -1,0 +1,144 @@
+"""Routed experts on a GPU in Triton, for both batch layouts, with bf16 weights or block-FP8 weights kept in FP8.
+
+Legend: T tokens, K experts per token, D hidden, I expert width, E experts, M rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.device import multiplies_fp8
+from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
+from moe_engine.kernels.experts.triton_permute import combine, sort_by_expert
+from moe_engine.kernels.quantization.protocol import FP8, BlockWeight, QuantizedRows, num_blocks
+from moe_engine.kernels.quantization.reference import dequantize_weight
+from moe_engine.kernels.quantization.triton_rows import quantize_rows
+
+_PADDED_MEAN = 64
+"""Rows of an expert that tiles of a padded batch are chosen for, at most: its capacity is a worst case, and the true
+counts stay on the device."""
+
+
+@dataclass(frozen=True)
+class TritonExpertWeights:
+    """gate_up [E, 2I, D], gate's rows first, and down [E, D, I]; in FP8 with float32 scales for each 128 x 128:
+    gate_up_scales [E, 2, ceil(I / 128), ceil(D / 128)], down_scales [E, ceil(D / 128), ceil(I / 128)]."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    power_of_two: bool = False
+
+    @property
+    def memory(self) -> list[Tensor]:
+        parts = (self.gate_up, self.down, self.gate_up_scales, self.down_scales)
+        return [part for part in parts if part is not None]
+
+
+class TritonExperts:
+    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts` and `MovableExperts`. Never waits for the device."""
+
+    name = "triton"
+
+    def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
+        gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
+        down = torch.empty(num_experts, hidden, width, dtype=dtype, device=device)
+        return _weights(num_experts, hidden, width, TritonExpertWeights(gate_up, down))
+
+    def allocate_blocks(
+        self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
+    ) -> ExpertWeights:
+        """As the protocol says; where the device multiplies no FP8, the experts become bf16."""
+        if not multiplies_fp8(torch.device(device).type):
+            return self.allocate(num_experts, hidden, width, torch.bfloat16, device)
+        wide, narrow = num_blocks(hidden), num_blocks(width)
+        data = TritonExpertWeights(
+            torch.empty(num_experts, 2 * width, hidden, dtype=FP8, device=device),
+            torch.empty(num_experts, hidden, width, dtype=FP8, device=device),
+            torch.empty(num_experts, 2, narrow, wide, device=device),
+            torch.empty(num_experts, wide, narrow, device=device),
+            power_of_two,
+        )
+        return _weights(num_experts, hidden, width, data)
+
+    def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        data: TritonExpertWeights = weights.data
+        data.gate_up[expert, : weights.width].copy_(gate)
+        data.gate_up[expert, weights.width :].copy_(up)
+        data.down[expert].copy_(down)
+
+    def load_expert_blocks(
+        self, weights: ExpertWeights, expert: int, gate: BlockWeight, up: BlockWeight, down: BlockWeight
+    ) -> None:
+        data: TritonExpertWeights = weights.data
+        if data.gate_up_scales is None or data.down_scales is None:
+            self.load_expert(weights, expert, *map(dequantize_weight, (gate, up, down)))
+            return
+        self.load_expert(weights, expert, gate.data, up.data, down.data)
+        data.gate_up_scales[expert, 0].copy_(gate.scales)
+        data.gate_up_scales[expert, 1].copy_(up.scales)
+        data.down_scales[expert].copy_(down.scales)
+
+    def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
+        return [part[expert] for part in weights.data.memory]
+
+    def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
+        x = batch.x.contiguous()
+        counts = None
+        if batch.layout == "padded":
+            assert batch.counts is not None
+            counts, capacity = batch.counts, x.shape[1]
+            groups = Groups(
+                counts, weights.num_experts, capacity, weights.num_experts * capacity, min(capacity, _PADDED_MEAN)
+            )
+        elif batch.layout == "grouped":
+            assert batch.offsets is not None
+            groups = _grouped(batch.offsets, weights, x.shape[0])
+        else:
+            raise ValueError(f"unknown layout {batch.layout!r}")
+        rows = self._quantized(x.view(-1, weights.hidden), weights, counts)
+        return self._products(rows, weights, groups, x.dtype).view(x.shape)
+
+    def run_routed(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> Tensor:
+        """Tokens are quantised once and read by the first product where they lie: no copy of K rows a token."""
+        order = sort_by_expert(topk_ids, weights.num_experts)
+        groups = _grouped(order.offsets, weights, topk_ids.numel())
+        rows = self._quantized(x.contiguous(), weights)
+        out = self._products(rows, weights, groups, x.dtype, order.source, topk_ids.shape[1])
+        return combine(out, order.positions, topk_weights, add)
+
+    def _quantized(self, x: Tensor, weights: ExpertWeights, counts: Tensor | None = None) -> Tensor | QuantizedRows:
+        """x [M, D] as the weights want it."""
+        data: TritonExpertWeights = weights.data
+        return x if data.gate_up_scales is None else quantize_rows(x, data.power_of_two, counts)
+
+    def _products(
+        self,
+        x: Tensor | QuantizedRows,
+        weights: ExpertWeights,
+        groups: Groups,
+        dtype: torch.dtype,
+        source: Tensor | None = None,
+        top_k: int = 1,
+    ) -> Tensor:
+        """x [M, D] (or [T, D] with the `source` of each row) -> [M, D]."""
+        data: TritonExpertWeights = weights.data
+        inner = gate_up(x, data.gate_up, data.gate_up_scales, groups, source, top_k, data.power_of_two)
+        return down(inner, data.down, data.down_scales, groups, dtype)
+
+
+def _weights(num_experts: int, hidden: int, width: int, data: TritonExpertWeights) -> ExpertWeights:
+    num_bytes = sum(part.numel() * part.element_size() for part in data.memory)
+    return ExpertWeights(num_experts, hidden, width, data, num_bytes)
+
+
+def _grouped(offsets: Tensor, weights: ExpertWeights, num_rows: int) -> Groups:
+    return Groups(offsets, weights.num_experts, 0, num_rows, -(-num_rows // weights.num_experts))

@@ -1,0 +1,350 @@
+"""The two products of routed experts in Triton, for both batch layouts, in bf16 and in block FP8.
+
+    inner = silu(x @ gate.T) * (x @ up.T)        [M, I], in FP8 quantised before it leaves the registers
+    rows  = inner @ down.T                       [M, D]
+
+Legend: M rows, D hidden, I expert width, E experts. A row meets the weights of the expert whose group it lies in.
+The numbers of rows are on the device only: the grid has room for the worst case, each program finds its tile from the
+sizes of the groups, and those without one leave. Nothing waits for the device and every shape depends on M and E alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, ExpertModel
+from moe_engine.kernels.experts.tiles import tiles_of
+from moe_engine.kernels.linear.tiles import Tiles
+from moe_engine.kernels.linear.triton_block_gemm import add_block_product, fits_bulk, grouped_order, load_step
+from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
+from moe_engine.kernels.quantization.triton_rows import quantize_tile
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import element
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where each expert's rows lie.
+
+    Attributes:
+        sizes: int32 [E + 1] offsets, or int32 [E] counts of a padded batch.
+        capacity: rows for each expert of a padded batch; 0: `sizes` are offsets.
+        num_rows: most rows that there can be.
+        mean_rows: of an expert, as far as the host can tell: chooses the tiles.
+    """
+
+    sizes: Tensor
+    num_experts: int
+    capacity: int
+    num_rows: int
+    mean_rows: int
+
+    def max_tiles(self, block_m: int) -> int:
+        """Most row tiles that there can be: every expert may end in a tile of its own."""
+        if self.capacity:
+            return self.num_experts * triton.cdiv(self.capacity, block_m)
+        return min(self.num_rows, self.num_rows // block_m + self.num_experts)
+
+
+@triton.jit
+def find_tile(
+    program, sizes, capacity, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    NUM_N: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Program -> (expert, column tile, its first row, end of the expert's rows); expert >= NUM_EXPERTS: no tile."""
+    experts = tl.arange(0, EXPERTS)
+    known = experts < NUM_EXPERTS
+    if PADDED:
+        start = experts * capacity
+        count = tl.load(sizes + experts, mask=known, other=0)
+    else:
+        start = tl.load(sizes + experts, mask=known, other=0)
+        count = tl.load(sizes + experts + 1, mask=known, other=0) - start
+    tiles = tl.cdiv(count, BLOCK_M)
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    tile_m, tile_n = grouped_order(program, total, NUM_N, GROUP)
+    tile_m = tl.where(program < total * NUM_N, tile_m, total)
+    expert = tl.sum((ends <= tile_m).to(tl.int32), 0)  # experts whose tiles are all before this one
+    mine = experts == expert
+    first = tl.sum(tl.where(mine, start + (tile_m - ends + tiles) * BLOCK_M, 0), 0)
+    return expert, tile_n, first, tl.sum(tl.where(mine, start + count, 0), 0)
+
+
+@triton.jit
+def add_product(total, x, w, SWAP: tl.constexpr):
+    """total + x [M, k] @ w [N, k].T in float32, as [M, N], or with SWAP as its transpose [N, M]."""
+    if SWAP:
+        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    else:
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    return total
+
+
+@triton.jit(
+    do_not_specialize=["capacity", "x_scale_stride", "out_scale_stride"], do_not_specialize_on_alignment=["sizes"]
+)
+def gate_up_kernel(
+    x, x_scales, source, sizes, weight, weight_scales, out, out_scales, capacity, x_scale_stride, out_scale_stride,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    GATHER: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr, FP8: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first.
+
+    With GATHER row m is x[source[m] // TOP_K]. FP8: scales of weight are [E, 2, WIDTH / 128, K / 128].
+    """
+    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
+    expert, tile_n, first, end = find_tile(
+        tl.program_id(0), sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, NUM_N, GROUP, PADDED
+    )
+    if expert >= NUM_EXPERTS:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    # Tiles beyond the edge repeat its last row: loads need no mask, and what they give is not stored.
+    x_rows = tl.minimum(rows, end - 1)
+    if GATHER:
+        x_rows = tl.load(source + x_rows) // TOP_K
+    w_row = expert * (2 * WIDTH) + tile_n * BLOCK_N
+    w_rows = expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
+    x_tile = x + x_rows.to(tl.int64)[:, None] * K + lane[None, :]
+    if BULK:
+        gate_tile, up_tile = weight, weight
+    else:
+        gate_tile = weight + w_rows[:, None] * K + lane[None, :]
+        up_tile = gate_tile + WIDTH * K
+    w_scale = weight_scales
+    if FP8:
+        w_scale += (expert * (2 * SCALE_ROWS) + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
+    if SWAP:
+        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(STEPS):
+        a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
+        b = load_step(gate_tile, w_row, step, lane, K, BLOCK_K, BULK)
+        c = load_step(up_tile, w_row + WIDTH, step, lane, K, BLOCK_K, BULK)
+        if FP8:
+            x_scale = tl.load(x_scales + step * x_scale_stride + x_rows)
+            gate = add_block_product(gate, a, b, x_scale, tl.load(w_scale + step), SWAP)
+            up = add_block_product(up, a, c, x_scale, tl.load(w_scale + SCALE_ROWS * STEPS + step), SWAP)
+        else:
+            gate = add_product(gate, a, b, SWAP)
+            up = add_product(up, a, c, SWAP)
+    inner = gate * tl.sigmoid(gate) * up
+    if SWAP:
+        inner = tl.trans(inner)
+    inside = rows < end
+    mask = inside[:, None] & (cols < WIDTH)[None, :]
+    place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+    if FP8:  # BLOCK_N is 128: the tile is one block of scales
+        inner = tl.where((cols < WIDTH)[None, :], inner, 0.0)
+        numbers, scale = quantize_tile(inner, POWER_OF_TWO)
+        tl.store(place, numbers, mask=mask)
+        tl.store(out_scales + tile_n * out_scale_stride + rows, scale, mask=inside)
+    else:
+        tl.store(place, inner.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
+def down_kernel(
+    x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    SWAP: tl.constexpr, BULK: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128]."""
+    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
+    expert, tile_n, first, end = find_tile(
+        tl.program_id(0), sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, NUM_N, GROUP, PADDED
+    )
+    if expert >= NUM_EXPERTS:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    x_rows = tl.minimum(rows, end - 1)  # as above
+    w_row = expert * WIDTH + tile_n * BLOCK_N
+    w_rows = expert.to(tl.int64) * WIDTH + tl.minimum(cols, WIDTH - 1)
+    x_tile = x + x_rows.to(tl.int64)[:, None] * K + lane[None, :]
+    if BULK:
+        w_tile = weight
+    else:
+        w_tile = weight + w_rows[:, None] * K + lane[None, :]
+    w_scale = weight_scales
+    if FP8:
+        w_scale += (expert * SCALE_ROWS + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(STEPS):
+        a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
+        b = load_step(w_tile, w_row, step, lane, K, BLOCK_K, BULK)
+        if FP8:
+            x_scale = tl.load(x_scales + step * x_scale_stride + x_rows)
+            total = add_block_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP)
+        else:
+            total = add_product(total, a, b, SWAP)
+    if SWAP:
+        total = tl.trans(total)
+    mask = (rows < end)[:, None] & (cols < WIDTH)[None, :]
+    place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+
+
+def gate_up(
+    x: Tensor | QuantizedRows,
+    weight: Tensor,
+    scales: Tensor | None,
+    groups: Groups,
+    source: Tensor | None = None,
+    top_k: int = 1,
+    power_of_two: bool = False,
+) -> Tensor | QuantizedRows:
+    """The first product: [M, I] in x's dtype, or quantised where x is.
+
+    Args:
+        x: [M, D], or with `source` [T, D]; `QuantizedRows` with FP8 weights.
+        weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights.
+        source: int32 [M] pairs; row m is token source[m] // top_k.
+
+    Rows that no group covers are unspecified.
+    """
+    data = x.data if isinstance(x, QuantizedRows) else x
+    width, hidden = weight.shape[1] // 2, weight.shape[2]
+    kind = element(weight.dtype)
+    tiles = tiles_of(kind).gate_up.at(groups.mean_rows)
+    matrix, bulk = _weight(weight, tiles, tiles_of(kind).block_k)
+    out: Tensor | QuantizedRows
+    if isinstance(x, QuantizedRows):
+        out = QuantizedRows.empty(groups.num_rows, width, data.device)
+    else:
+        out = torch.empty(groups.num_rows, width, dtype=data.dtype, device=data.device)
+    grid = groups.max_tiles(tiles.block_m) * triton.cdiv(width, tiles.block_n)
+    if grid:
+        gate_up_kernel[(grid,)](
+            data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
+            _scale_stride(x), _scale_stride(out),
+            **_constants(groups.num_experts, width, hidden, kind, tiles, bulk, groups.capacity > 0),
+            **_gathering(top_k if source is not None else 0, power_of_two),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def down(
+    x: Tensor | QuantizedRows, weight: Tensor, scales: Tensor | None, groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """The second product: x [M, I] as `gate_up` gives it, weight [E, D, I] -> [M, D] in `dtype`.
+
+    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights. Rows that no group covers are unspecified.
+    """
+    data = x.data if isinstance(x, QuantizedRows) else x
+    hidden, width = weight.shape[1], weight.shape[2]
+    kind = element(weight.dtype)
+    tiles = tiles_of(kind).down.at(groups.mean_rows)
+    matrix, bulk = _weight(weight, tiles, tiles_of(kind).block_k)
+    out = torch.empty(groups.num_rows, hidden, dtype=dtype, device=data.device)
+    grid = groups.max_tiles(tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
+    if grid:
+        down_kernel[(grid,)](
+            data, _scales(x), groups.sizes, matrix, scales, out, groups.capacity, _scale_stride(x),
+            **_constants(groups.num_experts, hidden, width, kind, tiles, bulk, groups.capacity > 0),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def _scales(x: Tensor | QuantizedRows) -> Tensor | None:
+    return x.scales if isinstance(x, QuantizedRows) else None
+
+
+def _scale_stride(x: Tensor | QuantizedRows) -> int:
+    return x.scale_stride if isinstance(x, QuantizedRows) else 0
+
+
+def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | TensorDescriptor, bool]:
+    """weight [E, N, K] as the kernel takes it: itself, or the descriptor of [E * N, K] for the bulk copy engine."""
+    matrix = weight.view(-1, weight.shape[2])
+    if not tiles.bulk or not fits_bulk(matrix):
+        return weight, False
+    return TensorDescriptor.from_tensor(matrix, [tiles.block_n, block_k]), True
+
+
+def _constants(num_experts: int, n: int, k: int, kind: str, tiles: Tiles, bulk: bool, padded: bool) -> dict[str, Any]:
+    """Of a product with weights [E, `n`, `k`] of that `kind` (gate and up count as one `n`)."""
+    return {
+        "NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "K": k, "WIDTH": n,
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles_of(kind).block_k, "GROUP": tiles.group,
+        "PADDED": padded, "SWAP": tiles.swap, "BULK": bulk, "FP8": kind == "fp8e4nv",
+    }  # fmt: skip
+
+
+def _gathering(top_k: int, power_of_two: bool) -> dict[str, Any]:
+    """What the first product adds; `top_k` 0: rows are not gathered."""
+    return {"TOP_K": max(top_k, 1), "GATHER": top_k > 0, "POWER_OF_TWO": power_of_two}
+
+
+def cases_of(
+    model: ExpertModel, num_experts: int, mean_rows: int, padded: bool, dtype: torch.dtype = torch.bfloat16
+) -> list[AotCase]:
+    """Both products of a layer's experts on one rank, rows gathered where they are not padded."""
+    fp8, kind = model.fp8, element(FP8 if model.fp8 else dtype)
+    table = tiles_of(kind)
+    first, second = table.gate_up.at(mean_rows), table.down.at(mean_rows)
+    signature = {
+        "x": f"*{kind}", "sizes": "*i32:1", "weight": f"*{kind}", "capacity": "i32", "x_scale_stride": "i32",
+    }  # fmt: skip
+    scales = ("x_scales", "weight_scales")
+    none: dict[str, Any] = {} if fp8 else dict.fromkeys(scales)
+    signature |= dict.fromkeys(scales, "*fp32") if fp8 else {}
+    name = f"{model.name}_e{num_experts}_{'padded' if padded else 'grouped'}"
+    constants = _constants(num_experts, model.width, model.hidden, kind, first, first.bulk, padded)
+    constants |= _gathering(0 if padded else model.top_k, False)
+    more = {"out": f"*{kind}", "out_scale_stride": "i32"} | ({"out_scales": "*fp32"} if fp8 else {})
+    more |= {} if padded else {"source": "*i32"}
+    nothing = none | ({} if fp8 else {"out_scales": None}) | ({"source": None} if padded else {})
+    if first.bulk:
+        more["weight"] = f"tensordesc<{kind}[{first.block_n}, {table.block_k}]>"
+    up = AotCase(
+        f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
+        first.num_warps, first.num_stages, True,
+    )  # fmt: skip
+    constants = _constants(num_experts, model.hidden, model.width, kind, second, second.bulk, padded)
+    signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.bulk else f"*{kind}"
+    result = AotCase(
+        f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
+        signature | {"out": f"*{element(dtype)}"}, constants | none, second.num_warps, second.num_stages, True,
+    )  # fmt: skip
+    return [up, result]
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek V3 whole and as 16 experts of a rank, V2-Lite whole, at decode and prefill sizes."""
+    found: dict[str, AotCase] = {}
+    for mean_rows in (8, 32, 64, 512):
+        for model, num_experts, padded in (
+            (DEEPSEEK_V3, 256, False),
+            (DEEPSEEK_V3, 16, True),
+            (DEEPSEEK_V2_LITE, 64, False),
+            (DEEPSEEK_V2_LITE, 64, True),
+        ):
+            found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
+    return list(found.values())

@@ -1,0 +1,76 @@
+"""Linear layers whose weights stay in block FP8, by DeepGEMM; bf16 weights and MLA's small ones by torch (cuBLAS).
+
+Legend: T tokens, K in-features, N out-features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.linear.reference import TorchLinear
+from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.quantization.reference import dequantize_weight
+from moe_engine.kernels.vendors.deep_gemm import DeepGemm, Operand
+from moe_engine.kernels.vendors.warming import StepShapes, row_counts
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What `PreparedLinear.data` is for a weight in FP8. `power_of_two`: of the scales of activations."""
+
+    operand: Operand
+    power_of_two: bool
+
+
+class DeepGemmLinear(TorchLinear):
+    """`LinearKernel`, `BlockScaledLinear` and `WarmsUp`; results are bf16.
+
+    Args:
+        deep_gemm: the library; default: the installed one.
+
+    Raises:
+        ImportError: it is not here or lacks what is called.
+    """
+
+    name = "deep_gemm"
+
+    def __init__(self, deep_gemm: DeepGemm | None = None) -> None:
+        self._gemm = deep_gemm or DeepGemm()
+        self._shapes: dict[tuple[int, int], PreparedLinear] = {}
+
+    def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
+        """As the protocol says; a weight whose sizes the library does not serve becomes bf16."""
+        n, k = weight.data.shape
+        if not self._gemm.serves(n, k):
+            return self.prepare(dequantize_weight(weight).to(torch.bfloat16), bias)
+        data = Blocks(self._gemm.weight(weight), weight.power_of_two)
+        kept = data.operand if bias is None else (*data.operand, bias)
+        num_bytes = sum(part.numel() * part.element_size() for part in kept)
+        prepared = PreparedLinear(k, n, data, bias, num_bytes)
+        self._shapes.setdefault((n, k), prepared)
+        return prepared
+
+    def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
+        data: Any = weight.data
+        if not isinstance(data, Blocks):
+            return super().run(x, weight)
+        if x.dtype != torch.bfloat16 or x.shape[1] != weight.in_features:
+            raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a weight of {weight.in_features} in-features")
+        out = x.new_empty(x.shape[0], weight.out_features)
+        if len(x):
+            self._gemm.dense(self._gemm.rows(x, data.power_of_two), data.operand, out)
+        return out if weight.bias is None else out.add_(weight.bias)
+
+    def warm_up(self, shapes: StepShapes) -> int:
+        counts = row_counts(shapes.tokens)
+        for weight in self._shapes.values():
+            device = weight.data.operand[0].device
+            rows = torch.zeros(max(counts, default=0), weight.in_features, dtype=torch.bfloat16, device=device)
+            for count in counts:
+                self.run(rows[:count], weight)
+        return len(counts) * len(self._shapes)

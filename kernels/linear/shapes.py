@@ -1,0 +1,83 @@
+"""Named products of the models we measure, with the bytes and operations none can do without. Imports no torch.
+
+Legend: M rows, N out-features, K in-features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """x [M, K] @ weight [N, K].T in bf16, or with x and weight in block FP8; the result is bf16."""
+
+    name: str
+    rows: int
+    n: int
+    k: int
+    fp8: bool
+
+    @property
+    def bytes(self) -> int:
+        """Rows, weight and result once through memory, scales included."""
+        m, n, k = self.rows, self.n, self.k
+        if not self.fp8:
+            return 2 * (m * k + n * k + m * n)
+        blocks = -(-k // 128)
+        return m * k + n * k + 4 * blocks * (m + -(-n // 128)) + 2 * m * n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.n * self.k
+
+
+@dataclass(frozen=True)
+class ModelProducts:
+    """The products of a model on one GPU: name -> (N, K)."""
+
+    model: str
+    products: tuple[tuple[str, int, int], ...]
+    fp8: bool
+
+    def at(self, rows: int) -> Iterator[LinearShape]:
+        """With that many rows."""
+        for name, n, k in self.products:
+            yield LinearShape(f"{self.model}.{name}.m{rows}", rows, n, k, self.fp8)
+
+
+DEEPSEEK_V3 = ModelProducts(
+    "deepseek-v3",
+    (
+        ("q_a+kv_a", 1536 + 576, 7168),
+        ("q_b", 128 * 192, 1536),
+        ("o", 7168, 128 * 128),
+        ("shared_gate_up", 2 * 2048, 7168),
+        ("shared_down", 7168, 2048),
+        ("dense_gate_up", 2 * 18432, 7168),
+        ("dense_down", 7168, 18432),
+    ),
+    fp8=True,
+)
+DEEPSEEK_V2_LITE = ModelProducts(
+    "deepseek-v2-lite",
+    (
+        ("q", 16 * 192, 2048),
+        ("kv_a", 576, 2048),
+        ("o", 2048, 16 * 128),
+        ("shared_gate_up", 2 * 2816, 2048),
+        ("shared_down", 2048, 2816),
+        ("dense_gate_up", 2 * 10944, 2048),
+        ("dense_down", 2048, 10944),
+    ),
+    fp8=False,
+)
+DECODE_ROWS = (1, 8, 32, 64, 128, 256)
+PREFILL_ROWS = (1024, 4096)
+
+
+def named_shapes() -> list[LinearShape]:
+    """Every product of both models at decode and prefill sizes."""
+    models = (DEEPSEEK_V3, DEEPSEEK_V2_LITE)
+    return [shape for model in models for rows in (*DECODE_ROWS, *PREFILL_ROWS) for shape in model.at(rows)]

@@ -1,0 +1,75 @@
+"""Tile sizes of the block-FP8 product, by number of rows: a table a person can read, and a measurement can replace.
+
+Legend: M rows, N out-features, K in-features. A tile is BLOCK_M x BLOCK_N results; K goes in steps of 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moe_engine.kernels.quantization.protocol import num_blocks
+
+NUM_SMS = 132  # of an H100 or H200: what a decode-sized product is split for
+MIN_STEPS = 4  # of 128 in K that a part of a split product does at least
+MAX_SPLIT = 16
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one product is cut.
+
+    Attributes:
+        swap: multiply weight by rows, so that the weight's 64 or more rows fill the tensor core's M and few rows its N.
+        group: row tiles that share a weight tile while it lies in the L2 cache.
+        split: parts of K, summed afterwards in a fixed order.
+        bulk: weights come by the bulk tensor copy engine (TMA), which computes addresses itself: large tiles have no
+            registers to spare for them.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    swap: bool = False
+    group: int = 1
+    split: int = 1
+    bulk: bool = False
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """Rows of (largest M, tiles), the last for any M. `provenance`: GPU, date and command of a measurement."""
+
+    provenance: str
+    rows: tuple[tuple[int | None, Tiles], ...]
+
+    def at(self, num_rows: int) -> Tiles:
+        return next(tiles for limit, tiles in self.rows if limit is None or num_rows <= limit)
+
+
+BLOCK_FP8 = TileTable(
+    "unmeasured default: chosen by shared memory, registers and waves of 132 SMs",
+    (
+        (16, Tiles(16, 128, 4, 5, swap=True)),
+        (32, Tiles(32, 128, 4, 5, swap=True)),
+        (64, Tiles(64, 64, 4, 5)),
+        (256, Tiles(64, 128, 4, 4)),
+        (None, Tiles(128, 128, 8, 4, group=8, bulk=True)),
+    ),
+)
+
+
+def block_fp8_tiles(num_rows: int, n: int, k: int) -> Tiles:
+    """The tiles of a product [M, K] x [N, K]. K is split where the tiles alone would leave SMs without work.
+
+    Depends on M only through the table's limits, so that a handful of kernels serves every batch.
+    """
+    limit = next((limit for limit, _ in BLOCK_FP8.rows if limit is None or num_rows <= limit), None)
+    tiles = BLOCK_FP8.at(num_rows)
+    if limit is None:
+        return tiles
+    programs = -(-limit // tiles.block_m) * -(-n // tiles.block_n)
+    split = 1
+    while split < MAX_SPLIT and programs * split < NUM_SMS and num_blocks(k) // (2 * split) >= MIN_STEPS:
+        split *= 2
+    return replace(tiles, split=split)

@@ -1,0 +1,193 @@
+"""Products of FP8 rows with a block-FP8 weight, in Triton.
+
+Legend: M rows, N out-features, K in-features. out[m, n] = sum over blocks b of K of
+(sum over k in b of x[m, k] * w[n, k]) * x_scale[m, b] * w_scale[n div 128, b].
+
+Each block of 128 in K is summed by the tensor cores and then added to float32 registers with its scales: Hopper's FP8
+accumulators keep about 14 bits, so longer sums in them lose digits (DeepSeek-V3 report, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, LinearShape
+from moe_engine.kernels.linear.tiles import Tiles, block_fp8_tiles
+from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, QuantizedRows
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import element
+
+_SUM_TILE = 1024  # elements of a program that sums the parts of a split product
+
+
+@triton.jit
+def grouped_order(tile, num_m, NUM_N: tl.constexpr, GROUP: tl.constexpr):
+    """Number of a program -> (row tile, column tile): GROUP row tiles take a column tile each before the next one."""
+    group = tile // (GROUP * NUM_N)
+    first = group * GROUP
+    height = tl.maximum(tl.minimum(num_m - first, GROUP), 1)
+    inside = tile - group * (GROUP * NUM_N)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, BULK: tl.constexpr):
+    """Channels [step * BLOCK_K, + BLOCK_K) of a tile's rows, zeros beyond K. The tile is pointers to its first step, or
+    with BULK the descriptor of a matrix in which it starts at `row`."""
+    if BULK:
+        values = tile.load([row, step * BLOCK_K])
+    elif K % BLOCK_K == 0:
+        values = tl.load(tile + step * BLOCK_K)
+    else:
+        values = tl.load(tile + step * BLOCK_K, mask=(step * BLOCK_K + lane < K)[None, :], other=0.0)
+    return values
+
+
+@triton.jit
+def add_block_product(total, x, w, x_scale, w_scale, SWAP: tl.constexpr):
+    """total + x [M, k] @ w [N, k].T * scales, as [M, N], or with SWAP as its transpose [N, M]; x_scale [M]."""
+    scale = x_scale * w_scale
+    if SWAP:
+        total += tl.dot(w, tl.trans(x)) * scale[None, :]
+    else:
+        total += tl.dot(x, tl.trans(w)) * scale[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+def block_gemm_kernel(
+    x, x_scales, weight, weight_scales, bias, out, num_rows, scale_stride,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] of x [M, K] and weight [N, K]; with SPLIT > 1 float32 [SPLIT, M, N], one part of K each.
+
+    With BULK `weight` is a descriptor of [BLOCK_N, BLOCK_K] tiles.
+    """
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    part = tl.program_id(1)
+    tile_m, tile_n = grouped_order(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), NUM_N, GROUP)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    # Tiles beyond the edge repeat its last row: loads need no mask, and what they give is not stored.
+    x_rows = tl.minimum(rows, num_rows - 1)
+    w_rows = tl.minimum(cols, N - 1).to(tl.int64)
+    x_tile = x + x_rows.to(tl.int64)[:, None] * K + lane[None, :]
+    if BULK:
+        w_tile = weight
+    else:
+        w_tile = weight + w_rows[:, None] * K + lane[None, :]
+    w_scale = weight_scales + (tile_n * BLOCK_N // BLOCK_K) * STEPS
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, STEPS)):
+        a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
+        b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, BULK)
+        x_scale = tl.load(x_scales + step * scale_stride + x_rows)
+        total = add_block_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP)
+    if SWAP:
+        total = tl.trans(total)
+    if HAS_BIAS:
+        total += tl.load(bias + w_rows).to(tl.float32)[None, :]
+    place = out + (part * num_rows + rows).to(tl.int64)[:, None] * N + cols[None, :]
+    inside = (rows < num_rows)[:, None] & (cols < N)[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def sum_parts_kernel(
+    parts, bias, out, num_rows,
+    N: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """parts float32 [SPLIT, M, N] -> out [M, N], summed in the order of the parts."""
+    size = num_rows.to(tl.int64) * N
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < size
+    total = tl.zeros((TILE,), tl.float32)
+    for part in tl.static_range(SPLIT):
+        total += tl.load(parts + part * size + place, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + place % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def block_gemm(rows: QuantizedRows, weight: BlockWeight, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. Nothing waits for the device.
+
+    Raises:
+        ValueError: the widths differ.
+    """
+    m, (n, k) = rows.data.shape[0], weight.data.shape
+    if rows.data.shape[1] != k:
+        raise ValueError(f"rows {list(rows.data.shape)} do not fit a weight [{n}, {k}]")
+    out = torch.empty(m, n, dtype=dtype, device=rows.data.device)
+    if not m or not n:
+        return out
+    tiles = block_fp8_tiles(m, n, k)
+    split = tiles.split > 1
+    target = torch.empty(tiles.split, m, n, dtype=torch.float32, device=out.device) if split else out
+    bulk = tiles.bulk and fits_bulk(weight.data)
+    source = TensorDescriptor.from_tensor(weight.data, [tiles.block_n, BLOCK]) if bulk else weight.data
+    grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n), tiles.split)
+    block_gemm_kernel[grid](
+        rows.data, rows.scales, source, weight.scales, None if split else bias, target, m, rows.scale_stride,
+        **_constants(n, k, tiles, bulk, bias is not None and not split), num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if split:
+        sum_parts_kernel[(triton.cdiv(m * n, _SUM_TILE),)](
+            target, bias, out, m, N=n, SPLIT=tiles.split, TILE=_SUM_TILE, HAS_BIAS=bias is not None, num_warps=4
+        )
+    return out
+
+
+def fits_bulk(matrix: Tensor) -> bool:
+    """Whether the bulk copy engine can read tiles of a contiguous [N, K]: addresses and rows in steps of 16 bytes."""
+    return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
+
+
+def _constants(n: int, k: int, tiles: Tiles, bulk: bool, has_bias: bool) -> dict[str, Any]:
+    return {
+        "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
+        "SPLIT": tiles.split, "SWAP": tiles.swap, "BULK": bulk, "HAS_BIAS": has_bias,
+    }  # fmt: skip
+
+
+def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16) -> list[AotCase]:
+    """The kernels that one product launches, without a bias."""
+    tiles, n, k = block_fp8_tiles(shape.rows, shape.n, shape.k), shape.n, shape.k
+    result = element(torch.float32 if tiles.split > 1 else dtype)
+    signature = {
+        "x": "*fp8e4nv", "x_scales": "*fp32", "weight": "*fp8e4nv", "weight_scales": "*fp32", "out": f"*{result}",
+        "num_rows": "i32", "scale_stride": "i32",
+    }  # fmt: skip
+    if tiles.bulk:
+        signature["weight"] = f"tensordesc<fp8e4nv[{tiles.block_n}, {BLOCK}]>"
+    constants = _constants(n, k, tiles, tiles.bulk, False) | {"bias": None}
+    name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}"
+    cases = [AotCase(name, block_gemm_kernel, signature, constants, tiles.num_warps, tiles.num_stages, True)]
+    if tiles.split > 1:
+        signature = {"parts": "*fp32", "out": f"*{element(dtype)}", "num_rows": "i32"}
+        constants = {"N": n, "SPLIT": tiles.split, "TILE": _SUM_TILE, "HAS_BIAS": False, "bias": None}
+        cases.append(AotCase(f"sum_parts_{n}x{tiles.split}", sum_parts_kernel, signature, constants, 4, 3, False))
+    return cases
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek V3's products in each row of the tile table."""
+    found: dict[str, AotCase] = {}
+    for rows in (16, 32, 64, 256, 4096):
+        for shape in DEEPSEEK_V3.at(rows):
+            found |= {case.name: case for case in cases_of(shape)}
+    return list(found.values())

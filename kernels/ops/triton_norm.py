@@ -1,0 +1,138 @@
+"""RMSNorm, with and without the residual add, and SiLU-mul: one pass over memory each.
+
+Legend: N rows, D row width, I intermediate width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
+
+_TILE = 1024
+"""Elements a program takes of narrow rows; a row wider than this has a program of its own."""
+
+_SILU_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rms_norm_kernel(
+    x, residual, weight, out,
+    x_stride, x_head_stride, residual_stride, num_rows, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """out = rms_norm(x), or with ADD residual += x; out = rms_norm(residual). Row n of x is (n // HEADS, n % HEADS)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    column = tl.arange(0, BLOCK)[None, :]
+    live = (row < num_rows) & (column < WIDTH)
+    value = tl.load(x + (row // HEADS) * x_stride + (row % HEADS) * x_head_stride + column, live, 0.0)
+    if ADD:
+        place = residual + row * residual_stride + column
+        summed = tl.load(place, live, 0.0).to(tl.float32) + value.to(tl.float32)
+        value = summed.to(residual.dtype.element_ty)
+        tl.store(place, value, live)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
+    normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)  # the models were trained with this rounding
+    scaled = normed * tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), live)
+
+
+@triton.jit
+def silu_and_mul_kernel(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """out [N, I] = silu(gate_up[:, :I]) * gate_up[:, I:]; the gate is rounded before the product, as in torch."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < WIDTH
+    gate = tl.load(gate_up + row * stride + column, live, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + WIDTH + column, live, 0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (active * up).to(kind), live)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] with contiguous rows, up to two strides before them -> new contiguous tensor."""
+    flat, heads, strides = rows_of(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(flat, out, weight, out, heads, strides, 0, eps, False)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual [N, D] += x in place; returns rms_norm(residual), contiguous. Rows are contiguous in both."""
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    flat, heads, strides = rows_of(x)
+    _launch(flat, residual, weight, out, heads, strides, stride_of(residual, 0), eps, True)
+    return out
+
+
+def _launch(
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor,
+    heads: int, strides: tuple[int, int], residual_stride: int, eps: float, add: bool,
+) -> None:  # fmt: skip
+    width = weight.shape[0]
+    num_rows = out.numel() // width
+    if not num_rows:
+        return
+    rows, block, warps = _tile(width)
+    rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x, residual, weight, out, *strides, residual_stride, num_rows, eps,
+        HEADS=heads, WIDTH=width, ROWS=rows, BLOCK=block, ADD=add, num_warps=warps,
+    )  # fmt: skip
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """(rows a program, padded width, warps) for rows of `width`."""
+    block = next_power_of_2(width)
+    rows = max(1, _TILE // block)
+    return rows, block, warps_for(rows * block)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [N, 2I], contiguous rows -> [N, I]."""
+    gate_up = with_contiguous_rows(gate_up)
+    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((count, width), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        grid = (count, triton.cdiv(width, _SILU_BLOCK))
+        silu_and_mul_kernel[grid](
+            gate_up, out, stride_of(gate_up, 0), WIDTH=width, BLOCK=_SILU_BLOCK, num_warps=warps_for(_SILU_BLOCK)
+        )
+    return out
+
+
+def norm_case(label: str, width: int, heads: int, add: bool, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+    """The specialisation that `rms_norm` or `add_rms_norm` launches for rows of `width`, weights in `dtype`."""
+    rows, block, warps = _tile(width)
+    kind = f"*{element(dtype)}"
+    signature = dict.fromkeys(("x", "residual", "weight", "out"), kind)
+    strides = dict.fromkeys(("x_stride", "x_head_stride", "residual_stride"), "i32:16")
+    constants = {"HEADS": heads, "WIDTH": width, "ROWS": rows, "BLOCK": block, "ADD": add}
+    signature = signature | strides | {"num_rows": "i32", "eps": "fp32"}
+    name = f"{'add_' if add else ''}rms_norm_{label}_{element(dtype)}"
+    return AotCase(name, rms_norm_kernel, signature, constants, warps, 3, False)
+
+
+def silu_case(label: str, width: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+    """The specialisation that `silu_and_mul` launches for I = `width`."""
+    kind = f"*{element(dtype)}"
+    signature = {"gate_up": kind, "out": kind, "stride": "i32:16"}
+    constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK}
+    name = f"silu_and_mul_{label}_{element(dtype)}"
+    return AotCase(name, silu_and_mul_kernel, signature, constants, warps_for(_SILU_BLOCK), 3, False)
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek-V3, DeepSeek-V2-Lite, Llama-3-8B and Qwen3 (per-head norms)."""
+    hidden = [("v3", 7168), ("v2_lite", 2048), ("llama", 4096), ("odd", 1000)]
+    norms = [norm_case(label, width, 1, add) for label, width in hidden for add in (False, True)]
+    norms += [norm_case("v3_q_lora", 1536, 1, False), norm_case("qwen3_heads", 128, 32, False)]
+    norms += [norm_case("v3", 7168, 1, True, dtype) for dtype in (torch.float16, torch.float32)]
+    widths = [("v3_shared", 2048), ("v3_dense", 18432), ("v2_lite_dense", 10944), ("llama", 14336)]
+    return norms + [silu_case(label, width) for label, width in widths]

@@ -1,0 +1,75 @@
+"""Block FP8 in plain torch: the measure of the kernels, on any device.
+
+Legend: M rows, N out-features, K in-features, I width of an MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.quantization.protocol import BLOCK, FP8, FP8_MAX, MIN_AMAX, BlockWeight, QuantizedRows
+
+
+def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
+    """x [M, K] -> e4m3; each row's scale of 128 channels is amax / 448, rounded up to a power of two if asked."""
+    m, k = x.shape
+    blocks = F.pad(x.float(), (0, -k % BLOCK)).unflatten(1, (-1, BLOCK))  # [M, K/128, 128]
+    scales = blocks.abs().amax(2).clamp_min(MIN_AMAX) / FP8_MAX
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scales)  # scale = mantissa * 2^exponent, mantissa in [1/2, 1)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    numbers = (blocks / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    rows = QuantizedRows.empty(m, k, x.device)
+    rows.data.copy_(numbers.flatten(1)[:, :k])
+    rows.scales.copy_(scales)
+    return rows
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False
+) -> tuple[Tensor, QuantizedRows]:
+    """residual += x in place where there is one, then RMSNorm: normed [M, K] in x's dtype, and the same quantised."""
+    if residual is not None:
+        x = residual.add_(x)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    normed = (normed.to(x.dtype) * weight).to(x.dtype)
+    return normed, quantize_rows(normed, power_of_two)
+
+
+def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows:
+    """gate_up [M, 2I], gate first -> silu(gate) * up, quantised, [M, I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return quantize_rows(F.silu(gate) * up, power_of_two)
+
+
+def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[M, K] in `dtype`."""
+    scales = rows.scales.to(dtype).repeat_interleave(BLOCK, 1)[:, : rows.data.shape[1]]
+    return rows.data.to(dtype) * scales
+
+
+def dequantize_weight(weight: BlockWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[N, K] in `dtype`."""
+    n, k = weight.data.shape
+    scales = weight.scales.to(dtype).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return weight.data.to(dtype) * scales[:n, :k]
+
+
+def quantize_weight(weight: Tensor, power_of_two: bool = False) -> BlockWeight:
+    """weight [N, K] -> e4m3 with a scale for each 128 x 128."""
+    n, k = weight.shape
+    padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)  # [N/128, 128, K/128, 128]
+    scales = blocks.abs().amax((1, 3)).clamp_min(1e-12) / FP8_MAX
+    if power_of_two:
+        scales = scales.log2().ceil().exp2()
+    numbers = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return BlockWeight(numbers.view(padded.shape)[:n, :k].contiguous(), scales.contiguous(), power_of_two)
+
+
+def block_product(rows: QuantizedRows, weight: BlockWeight) -> Tensor:
+    """rows @ weight.T of the quantised numbers in float64: what a kernel's float32 sums are held against. [M, N]."""
+    return dequantize_rows(rows, torch.float64) @ dequantize_weight(weight, torch.float64).t()

@@ -1,0 +1,204 @@
+"""Activations to FP8 in Triton, alone and fused with what comes before: RMSNorm (+ residual), SiLU-mul.
+
+Legend: M rows, K channels, I width of an MLP. One scale for each row and 128 channels; tiles are [rows, 128].
+Widths and strides are compile-time constants, the number of rows is not: nothing compiles when a batch grows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_engine.kernels.quantization.protocol import BLOCK, FP8_MAX, MIN_AMAX, QuantizedRows
+from moe_engine.kernels.triton.aot import AotCase
+
+_BLOCK = tl.constexpr(BLOCK)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_MIN_AMAX = tl.constexpr(MIN_AMAX)
+
+TILE_ROWS = 16  # of [rows, 128] tiles: 4 KiB of bf16 a program
+_UNSPECIALIZED = ["num_rows", "scale_stride"]
+
+
+@triton.jit
+def quantize_tile(x, POWER_OF_TWO: tl.constexpr):
+    """x float32 [M, 128] -> (e4m3 [M, 128], scale [M]): amax / 448, or the power of two above it. NaN stays NaN."""
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), _MIN_AMAX), _FP8_MAX)
+    if POWER_OF_TWO:  # a mantissa that is not zero carries into the exponent
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return (x * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale  # the cast saturates
+
+
+@triton.jit(do_not_specialize=[*_UNSPECIALIZED, "capacity"], do_not_specialize_on_alignment=["counts"])
+def quantize_kernel(
+    x, counts, out, scales, num_rows, capacity, scale_stride,
+    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+):  # fmt: skip
+    """x [M, WIDTH] -> out e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128).
+
+    With counts [M / capacity] only the first counts[g] rows of each `capacity` are read and written.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    cols = block * _BLOCK + tl.arange(0, _BLOCK)
+    inside = rows < num_rows
+    if HAS_COUNTS:
+        group = rows // capacity
+        inside = inside & (rows - group * capacity < tl.load(counts + group, mask=inside, other=0))
+    mask = inside[:, None] & (cols < WIDTH)[None, :]
+    line = rows.to(tl.int64)[:, None]
+    tile = tl.load(x + line * X_STRIDE + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    numbers, scale = quantize_tile(tile, POWER_OF_TWO)
+    tl.store(out + line * WIDTH + cols[None, :], numbers, mask=mask)
+    tl.store(scales + block * scale_stride + rows, scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def silu_mul_quantize_kernel(
+    gate_up, out, scales, num_rows, scale_stride,
+    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    cols = block * _BLOCK + tl.arange(0, _BLOCK)
+    inside = rows < num_rows
+    mask = inside[:, None] & (cols < WIDTH)[None, :]
+    line = rows.to(tl.int64)[:, None]
+    source = gate_up + line * X_STRIDE + cols[None, :]
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    numbers, scale = quantize_tile(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
+    tl.store(out + line * WIDTH + cols[None, :], numbers, mask=mask)
+    tl.store(scales + block * scale_stride + rows, scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def rms_norm_quantize_kernel(
+    x, residual, weight, normed, out, scales, scale_stride, eps,
+    WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """One row a program, as [BLOCKS, 128]; BLOCKS is a power of two. `normed` keeps the row in x's dtype."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BLOCKS)
+    cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = cols < WIDTH
+    value = tl.load(x + row * X_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        stream = residual + row * WIDTH + cols
+        value += tl.load(stream, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(residual.dtype.element_ty)
+        tl.store(stream, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    mean = tl.sum(tl.sum(value * value, axis=1), axis=0) / WIDTH
+    value = (value * tl.rsqrt(mean + eps)).to(normed.dtype.element_ty).to(tl.float32)
+    value *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    rounded = value.to(normed.dtype.element_ty)
+    tl.store(normed + row * WIDTH + cols, rounded, mask=mask)
+    numbers, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
+    tl.store(out + row * WIDTH + cols, numbers, mask=mask)
+    tl.store(scales + blocks * scale_stride + row, scale, mask=blocks * _BLOCK < WIDTH)
+
+
+def quantize_rows(x: Tensor, power_of_two: bool = False, counts: Tensor | None = None) -> QuantizedRows:
+    """x [M, K], rows may be strided -> `QuantizedRows`. As `reference.quantize_rows`.
+
+    Args:
+        counts: int32 [G] where x is G groups of M / G rows, of which the first counts[g] matter; the others are not
+            touched.
+    """
+    x = _lines(x)
+    m, k = x.shape
+    rows = QuantizedRows.empty(m, k, x.device)
+    if m:
+        quantize_kernel[_tiles(m, k)](
+            x, counts, rows.data, rows.scales, m, m if counts is None else m // len(counts), rows.scale_stride,
+            WIDTH=k, X_STRIDE=_stride(x), ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, HAS_COUNTS=counts is not None,
+            num_warps=4,
+        )  # fmt: skip
+    return rows
+
+
+def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows:
+    """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32."""
+    gate_up = _lines(gate_up)
+    m, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = QuantizedRows.empty(m, width, gate_up.device)
+    if m:
+        silu_mul_quantize_kernel[_tiles(m, width)](
+            gate_up, rows.data, rows.scales, m, rows.scale_stride, WIDTH=width, X_STRIDE=_stride(gate_up),
+            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, num_warps=4,
+        )  # fmt: skip
+    return rows
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False
+) -> tuple[Tensor, QuantizedRows]:
+    """residual += x in place where there is one (contiguous [M, K]); returns RMSNorm of it [M, K], and it quantised."""
+    if residual is not None and not residual.is_contiguous():
+        raise ValueError("rms_norm_quantize adds to a contiguous residual stream")
+    x = _lines(x)
+    m, k = x.shape
+    rows, normed = QuantizedRows.empty(m, k, x.device), torch.empty_like(x, memory_format=torch.contiguous_format)
+    if m:
+        rms_norm_quantize_kernel[(m,)](
+            x, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
+            WIDTH=k, X_STRIDE=_stride(x), BLOCKS=_norm_blocks(k), HAS_RESIDUAL=residual is not None,
+            POWER_OF_TWO=power_of_two, num_warps=_norm_warps(k),
+        )  # fmt: skip
+    return normed, rows
+
+
+def _lines(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _stride(x: Tensor) -> int:
+    """From row to row; that of a single row means nothing and must not become a new kernel."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+def _tiles(num_rows: int, width: int) -> tuple[int, int]:
+    return triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(width, BLOCK)
+
+
+def _norm_blocks(width: int) -> int:
+    return triton.next_power_of_2(triton.cdiv(width, BLOCK))
+
+
+def _norm_warps(width: int) -> int:
+    """16 to 32 channels a thread: a row is all a program does, so more threads hide its latency."""
+    return min(16, max(1, _norm_blocks(width) // 4))
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek V3's rows: hidden 7168, q latent 1536, expert width 2048, dense width 18432."""
+    pointers = {"out": "*fp8e4nv", "scales": "*fp32", "scale_stride": "i32"}
+    cases = []
+    for width in (1536, 7168, 18432):
+        constants: dict[str, Any] = {"WIDTH": width, "X_STRIDE": width, "ROWS": TILE_ROWS, "POWER_OF_TWO": False}
+        signature = {"x": "*bf16", "num_rows": "i32", "capacity": "i32", **pointers}
+        alone, counted = constants | {"HAS_COUNTS": False, "counts": None}, constants | {"HAS_COUNTS": True}
+        cases.append(AotCase(f"fp8_quantize_{width}", quantize_kernel, signature, alone, 4, 3, False))
+        signature = signature | {"counts": "*i32:1"}
+        cases.append(AotCase(f"fp8_quantize_counted_{width}", quantize_kernel, signature, counted, 4, 3, False))
+    for width in (2048, 18432):
+        constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True}
+        signature = {"gate_up": "*bf16", "num_rows": "i32", **pointers}
+        cases.append(AotCase(f"fp8_silu_mul_{width}", silu_mul_quantize_kernel, signature, constants, 4, 3, False))
+    for width, has_residual in ((1536, False), (7168, True)):
+        constants = {"WIDTH": width, "X_STRIDE": width, "BLOCKS": _norm_blocks(width), "POWER_OF_TWO": False}
+        signature = {"x": "*bf16", "weight": "*fp32", "normed": "*bf16", "eps": "fp32", **pointers}
+        constants |= {"HAS_RESIDUAL": has_residual} | ({} if has_residual else {"residual": None})
+        signature |= {"residual": "*bf16"} if has_residual else {}
+        name = f"fp8_rms_norm_{width}"
+        cases.append(AotCase(name, rms_norm_quantize_kernel, signature, constants, _norm_warps(width), 3, False))
+    return cases

@@ -1,0 +1,1 @@
+"""What the Triton kernels of all families share: compilation ahead of time, the guard, the list of modules."""

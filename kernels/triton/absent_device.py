@@ -1,0 +1,107 @@
+"""Launching kernels for a GPU that is not here: everything happens but the work.
+
+Triton decides what to compile from the arguments of a launch (types, alignments, values of 1). So the surest way to
+compile what a GPU will ask for is to make the same launches: the driver below stands for a GPU of an architecture,
+kernels are compiled for it into Triton's cache under the very keys the GPU will look for, and running them does
+nothing. Tensors may lie on torch's ``meta`` device. Not under the interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+
+from moe_engine.kernels.triton.aot import SHARED_LIMIT, AotReport, report_of
+
+
+class _Utilities:
+    """What Triton asks of a device when it loads a kernel."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_LIMIT[self._arch], "multiprocessor_count": 132}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[None, None, int, int, int]:
+        return None, None, 0, 0, 1024
+
+    def unload_module(self, module: Any) -> None:
+        """Nothing was loaded."""
+
+
+class AbsentDevice(DriverBase):
+    """A CUDA device of compute capability `arch` on which launches have no effect."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+        self.utils = _Utilities(arch)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_active_torch_device(self) -> str:
+        return "meta"
+
+    def get_current_device(self) -> int:
+        return self._arch  # kernels are remembered by device: those of two architectures stay apart
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Any:
+        raise RuntimeError("a device that is absent cannot be measured; give kernels fixed configurations")
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *arguments: None
+
+
+class Compilations:
+    """The kernels compiled, or found in the cache, in the order of their first launches. Tells `following` as well."""
+
+    def __init__(self, following: Any = None) -> None:
+        self._following = following
+        self.reports: list[AotReport] = []
+        self.num_cached = 0
+
+    def note(
+        self, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], times: Any, cache_hit: bool
+    ) -> None:
+        """Triton's compilation listener."""
+        kernel = CompiledKernel(src, metadata_group, metadata["hash"])
+        arch = kernel.metadata.target.arch
+        self.reports.append(report_of(kernel.name, kernel, arch, False, 0.0 if cache_hit else times.total / 1e6))
+        self.num_cached += cache_hit
+        if self._following is not None:
+            self._following(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
+
+
+@contextmanager
+def absent_device(arch: int, cache: str | Path | None = None) -> Iterator[Compilations]:
+    """Inside, launches compile for `arch` into the folder `cache` (Triton's own if None) and do nothing else."""
+    before, listener = driver._active, knobs.compilation.listener
+    compilations = Compilations(listener)
+    with knobs.cache.scope():
+        if cache is not None:
+            knobs.cache.dir = str(cache)
+        driver.set_active(AbsentDevice(arch))
+        knobs.compilation.listener = compilations.note
+        try:
+            yield compilations
+        finally:
+            driver._active, knobs.compilation.listener = before, listener

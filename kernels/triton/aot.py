@@ -1,0 +1,162 @@
+"""Ahead-of-time compilation of Triton kernels for a GPU that is not here, and what the compiler says of the result.
+
+Triton lowers to PTX and cubin without a GPU; the cubin states registers and stack, the metadata shared memory, the PTX
+which tensor-core instructions were chosen. Sources: triton/tools/compile.py; CUDA C programming guide, "Technical
+specifications per compute capability".
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+if hasattr(knobs.language, "default_fp_fusion"):
+    knobs.language.default_fp_fusion = True  # the default of Triton up to 3.9, which says that 3.10 will change it
+
+SHARED_LIMIT = {90: 232448, 100: 232448}
+"""Bytes of shared memory that one block may have, by architecture (227 KiB of the SM's 228)."""
+
+TENSOR_MEMORY_LIMIT = 512
+"""Columns of tensor memory of an sm_100 SM."""
+
+_INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync.aligned"}
+
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One specialisation of a kernel.
+
+    signature: type by name of every argument that is not constexpr, as Triton writes them: ``*bf16``, ``*fp8e4nv``,
+    ``*i32``, ``i32``, ``i64``, ``fp32``. Pointers count as 16-byte aligned, as torch's allocations are, unless
+    written ``*bf16:1``; integers count as divisible by 16 only where written ``i32:16``.
+    Arguments that are slices of one upload (positions, slots, parameters of rows) are aligned or not as the counts of a
+    step happen to be: a kernel must exclude them with ``do_not_specialize_on_alignment``, and counts that vary by step
+    with ``do_not_specialize``; otherwise requests wait for the compiler.
+    constants: value by name of every constexpr argument, and of arguments known to be 1 or None.
+    matrix: the kernel multiplies matrices, so tensor-core instructions must appear.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    matrix: bool
+
+
+@dataclass(frozen=True)
+class AotReport:
+    """What became of a case on one architecture. `spill_bytes` is the stack frame of a thread: ptxas spills there."""
+
+    name: str
+    arch: int
+    shared_bytes: int
+    tensor_memory_columns: int
+    registers: int
+    spill_bytes: int
+    num_warps: int
+    instructions: tuple[str, ...]
+    matrix: bool
+    seconds: float
+
+    def problems(self) -> list[str]:
+        """Why this kernel must not be shipped; empty when it may."""
+        found = []
+        if self.shared_bytes > SHARED_LIMIT[self.arch]:
+            found.append(f"{self.shared_bytes} bytes of shared memory, a block may have {SHARED_LIMIT[self.arch]}")
+        if self.tensor_memory_columns > TENSOR_MEMORY_LIMIT:
+            found.append(f"{self.tensor_memory_columns} tensor memory columns of {TENSOR_MEMORY_LIMIT}")
+        if self.spill_bytes:
+            found.append(f"spills: {self.spill_bytes} bytes of stack a thread")
+        if self.matrix and not self.instructions:
+            found.append("multiplies matrices without tensor cores")
+        return found
+
+
+def source_of(case: AotCase) -> ASTSource:
+    """The case as Triton's compiler takes it, arguments in the kernel's order.
+
+    Raises:
+        TypeError: under the interpreter (TRITON_INTERPRET=1), where kernels are not compilable objects.
+        ValueError: naming arguments that are neither in `signature` nor in `constants`, or unknown ones.
+    """
+    if not isinstance(case.kernel, triton.runtime.JITFunction):
+        raise TypeError(f"{case.name}: the kernel was imported under the interpreter; compile in a process without it")
+    names = case.kernel.arg_names
+    given = set(case.signature) | set(case.constants)
+    if given != set(names):
+        raise ValueError(f"{case.name}: missing {sorted(set(names) - given)}, unknown {sorted(given - set(names))}")
+    signature: dict[str, str] = {}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for parameter in case.kernel.params:  # the dictionaries that a launch makes, for they are part of the cache key
+        name, place = parameter.name, (parameter.num,)
+        if name in case.constants:
+            signature[name], attrs[place] = "constexpr", []
+            continue
+        signature[name], _, divisor = case.signature[name].partition(":")
+        pointer = signature[name].startswith("*")
+        if divisor == "16" or (pointer and divisor != "1"):
+            attrs[place] = [["tt.divisibility", 16]]
+        elif pointer or (signature[name].startswith("i") and not parameter.do_not_specialize):
+            attrs[place] = []
+    return ASTSource(case.kernel, signature, dict(case.constants), attrs)
+
+
+def compile_case(case: AotCase, arch: int) -> AotReport:
+    """Compiles for compute capability `arch` (90: H100, H200; 100: B200), or takes it from Triton's cache.
+
+    Raises what the compiler raises, with the case's name as a note.
+    """
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    begin = time.perf_counter()
+    try:
+        kernel = triton.compile(source_of(case), target=GPUTarget("cuda", arch, 32), options=options)
+    except Exception as error:
+        error.add_note(f"while compiling {case.name} for sm_{arch}")
+        raise
+    return report_of(case.name, kernel, arch, case.matrix, time.perf_counter() - begin)
+
+
+def report_of(name: str, kernel: Any, arch: int, matrix: bool, seconds: float) -> AotReport:
+    """The report of a kernel that `triton.compile` returned."""
+    registers, stack = resource_usage(kernel.asm["cubin"])
+    ptx = kernel.asm["ptx"]
+    return AotReport(
+        name=name,
+        arch=arch,
+        shared_bytes=kernel.metadata.shared,
+        tensor_memory_columns=getattr(kernel.metadata, "tmem_size", None) or 0,
+        registers=registers,
+        spill_bytes=stack,
+        num_warps=kernel.metadata.num_warps,
+        instructions=tuple(short for short, text in _INSTRUCTIONS.items() if text in ptx),
+        matrix=matrix,
+        seconds=seconds,
+    )
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, stack bytes) a thread of the one kernel in a cubin, as cuobjdump reads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = _USAGE.search(text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump states no resource usage:\n{text}")
+    return int(found[1]), int(found[2])

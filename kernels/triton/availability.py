@@ -1,0 +1,40 @@
+"""Whether Triton rows can serve on a device; imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+from moe_engine.kernels.attention.kv_format import E4M3
+from moe_engine.kernels.device import Device
+
+DTYPES = ("bfloat16", "float16", "float32")
+OLDEST = (8, 0)
+OLDEST_WITH_E4M3 = (8, 9)
+
+
+@lru_cache
+def installed() -> bool:
+    """Whether ``import triton`` would find a module."""
+    return find_spec("triton") is not None
+
+
+def why_not(device: Device, dtype: str) -> str | None:
+    """The reason Triton rows cannot serve, or None."""
+    if device.kind != "cuda":
+        return f"runs on CUDA devices, the model on {device.kind}"
+    if not installed():
+        return "needs triton, which is not installed (pip install triton)"
+    if device.capability is not None and device.capability < OLDEST:
+        return f"needs compute capability 8.0, this device has {device.capability[0]}.{device.capability[1]}"
+    if dtype not in DTYPES:
+        return f"has no {dtype} kernels (only {', '.join(DTYPES)})"
+    return None
+
+
+def why_not_cache(device: Device, kv_dtype: str) -> str | None:
+    """The reason Triton rows cannot read and write such a KV cache, or None."""
+    capability = device.capability
+    if kv_dtype == E4M3 and capability is not None and capability < OLDEST_WITH_E4M3:
+        return f"converts e4m3 numbers from compute capability 8.9 on, this device has {capability[0]}.{capability[1]}"
+    return None

@@ -1,0 +1,88 @@
+"""Watches that nothing is compiled while requests wait: counts Triton's compilations, before READY and after.
+
+Triton has one listener a process, so the counts are the process's. Whoever starts the engine calls `watch` before the
+first kernel and `ready` when warm-up is over; metrics read `compilations_after_ready`. Without Triton all stays 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_engine.kernels.triton.availability import installed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Counts:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    watching: bool = False
+    is_ready: bool = False
+    compiled: int = 0  # before READY
+    cached: int = 0
+    late: list[str] = field(default_factory=list)
+    late_seconds: float = 0.0
+
+
+_counts = _Counts()
+
+
+def watch() -> None:
+    """Starts counting; further calls change nothing. Another listener that is there already is told as well."""
+    if _counts.watching or not installed():
+        return
+    from triton import knobs
+
+    following = knobs.compilation.listener
+
+    def listener(**event: Any) -> None:
+        _note(event["metadata"].get("name", "?"), event["times"].total / 1e6, event["cache_hit"])
+        if following is not None:
+            following(**event)
+
+    knobs.compilation.listener = listener
+    _counts.watching = True
+
+
+def ready() -> None:
+    """From now on a compilation is a stall: it is counted as late and logged as a warning with the kernel's name."""
+    with _counts.lock:
+        _counts.is_ready = True
+
+
+def reset() -> None:
+    """Counts from zero, before READY, as a new engine in this process does."""
+    with _counts.lock:
+        _counts.is_ready = False
+        _counts.compiled = _counts.cached = 0
+        _counts.late, _counts.late_seconds = [], 0.0
+
+
+def _note(name: str, seconds: float, cache_hit: bool) -> None:
+    with _counts.lock:
+        if not _counts.is_ready:
+            _counts.cached += cache_hit
+            _counts.compiled += not cache_hit
+            return
+        _counts.late.append(name)
+        _counts.late_seconds += seconds
+    how = "was loaded from the cache" if cache_hit else f"was compiled ({seconds:.2f} s)"
+    logger.warning("Triton kernel %s %s after READY: warm-up did not launch it with such arguments", name, how)
+
+
+def compilations_after_ready() -> int:
+    """Kernels that were compiled, or loaded for the first time, while requests could be waiting."""
+    return len(_counts.late)
+
+
+def seconds_after_ready() -> float:
+    """How long these took."""
+    return _counts.late_seconds
+
+
+def compilations_before_ready() -> tuple[int, int]:
+    """(compiled, taken from the cache) since `watch` or `reset`."""
+    return _counts.compiled, _counts.cached

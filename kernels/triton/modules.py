@@ -1,0 +1,45 @@
+"""The modules that hold Triton kernels. Each exposes ``aot_cases() -> list[AotCase]``.
+
+Importing this imports no Triton. A module that is added to a family is added here; a test compares the list with the
+``triton_*.py`` files.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_engine.kernels.triton.aot import AotCase
+
+_FAMILIES = "moe_engine.kernels"
+
+MODULES: tuple[str, ...] = (
+    f"{_FAMILIES}.attention.triton_expanded",
+    f"{_FAMILIES}.attention.triton_gather",
+    f"{_FAMILIES}.attention.triton_latent",
+    f"{_FAMILIES}.attention.triton_merge",
+    f"{_FAMILIES}.attention.triton_paged",
+    f"{_FAMILIES}.experts.triton_grouped_gemm",
+    f"{_FAMILIES}.experts.triton_permute",
+    f"{_FAMILIES}.linear.triton_block_gemm",
+    f"{_FAMILIES}.ops.triton_norm",
+    f"{_FAMILIES}.ops.triton_rotary",
+    f"{_FAMILIES}.ops.triton_router",
+    f"{_FAMILIES}.quantization.triton_rows",
+    f"{_FAMILIES}.sampling.triton_sampling",
+)
+
+
+def all_cases(modules: tuple[str, ...] = MODULES) -> list[AotCase]:
+    """The cases of all modules, in the order of the list.
+
+    Raises:
+        ValueError: when two cases have the same name.
+    """
+    cases = [case for module in modules for case in import_module(module).aot_cases()]
+    names = [case.name for case in cases]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two ahead-of-time cases have the same name: {', '.join(twice)}")
+    return cases

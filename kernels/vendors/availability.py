@@ -1,0 +1,46 @@
+"""Why a vendor row cannot run here. Looks for modules and imports none; no torch."""
+
+from __future__ import annotations
+
+from moe_engine.kernels.attention.kv_format import E5M2, is_fp8
+from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.vendors import probe
+
+
+def deep_gemm(device: Device, need: Need) -> str | None:
+    return probe.DEEP_GEMM.why_not(device, need)
+
+
+def flashinfer(device: Device, need: Need) -> str | None:
+    return probe.FLASHINFER.why_not(device, need) or _plain_cache("FlashInfer", need)
+
+
+def fa3(device: Device, need: Need) -> str | None:
+    return probe.FA3.why_not(device, need) or _plain_cache("FlashAttention 3", need)
+
+
+def flash_mla(device: Device, need: Need) -> str | None:
+    """bf16 and fp16 caches: Hopper, pages of 64 tokens. fp8_e4m3 caches (records of 656 bytes): also Blackwell, any
+    page."""
+    reason = probe.FLASH_MLA.why_not(device, need)
+    if reason is None and need.kv_dtype == E5M2:
+        return f"FlashMLA reads FP8 records with scales (fp8_e4m3), not {need.kv_dtype}"
+    if reason or _has_fp8_cache(need):
+        return reason
+    if device.capability and device.capability[0] != 9:
+        return "FlashMLA reads bf16 caches on Hopper (sm_90) only; FP8 caches also on Blackwell"
+    if need.page_size % 64:
+        return f"FlashMLA reads pages of 64 tokens, --page-size is {need.page_size}"
+    return None
+
+
+def flashinfer_sampling(device: Device, need: Need) -> str | None:
+    return probe.FLASHINFER_SAMPLING.why_not(device, need)
+
+
+def _has_fp8_cache(need: Need) -> bool:
+    return is_fp8(need.kv_dtype)
+
+
+def _plain_cache(name: str, need: Need) -> str | None:
+    return f"{name} reads a KV cache in the activation dtype, not in {need.kv_dtype}" if _has_fp8_cache(need) else None

@@ -1,0 +1,130 @@
+"""A group of queries as the libraries want it: tables or lists of pages, lengths on the host and on the device.
+
+Everything is made once a step, without waiting for the device: sizes come from the host's lists, page numbers are
+gathered on the device. Requests without query tokens are left out, since no library promises to accept them.
+
+Legend: R requests with query tokens, T their query tokens, W pages of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Some requests of a step.
+
+    `kv_lens` are the tokens to attend to: the context, or with `before` what lies before the query tokens, at least 1
+    (where there is nothing, whoever asked ignores the result).
+    """
+
+    query_lens: list[int]
+    kv_lens: list[int]
+    rows: Tensor  # [R] int32
+    query_starts: Tensor  # [R+1] int32
+    kv_lens_device: Tensor  # [R] int32
+    slot_table: Tensor
+    page_size: int
+
+    @classmethod
+    def of(cls, queries: PagedQueries, page_size: int | None = None, before: bool = False) -> Paged:
+        """page_size: of the pages asked for; it must divide the pool's. Default: the pool's.
+
+        Raises:
+            ValueError: the pool's pages cannot be cut so.
+        """
+        page_size = page_size or queries.page_size
+        if queries.page_size % page_size:
+            raise ValueError(f"pages of {queries.page_size} tokens cannot be read as pages of {page_size}")
+        rows, starts, kv_device = queries.rows, queries.query_starts, queries.context_lens_device
+        query_lens, kv_lens = queries.query_lens, queries.context_lens
+        if before:
+            kv_lens = [max(1, kv - count) for kv, count in zip(kv_lens, query_lens)]
+            kv_device = (kv_device - starts.diff()).clamp_min(1)
+        if 0 in query_lens:
+            live = [i for i, count in enumerate(query_lens) if count]
+            index = torch.tensor(live, device=rows.device)
+            rows, kv_device = rows[index], kv_device[index]
+            starts = torch.cat((starts[index], starts[-1:]))
+            query_lens, kv_lens = [query_lens[i] for i in live], [kv_lens[i] for i in live]
+        return cls(
+            query_lens, kv_lens, rows, starts.to(torch.int32), kv_device.to(torch.int32).contiguous(),
+            queries.slot_table, page_size,
+        )  # fmt: skip
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @cached_property
+    def num_pages(self) -> list[int]:
+        """Of each request."""
+        return [-(-kv // self.page_size) for kv in self.kv_lens]
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[R, W] int32: page numbers; a request's columns after its last page are unspecified."""
+        size, width = self.page_size, max(self.num_pages)
+        firsts = self.slot_table[:, : (width - 1) * size + 1 : size].index_select(0, self.rows)
+        return firsts if size == 1 else firsts.div(size, rounding_mode="floor")
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """[sum of num_pages] int32: the page numbers of all requests, one behind the other."""
+        table, total = self.table, sum(self.num_pages)
+        count = self.kv_lens_device.add(self.page_size - 1).div(self.page_size, rounding_mode="floor").long()
+        request = torch.repeat_interleave(torch.arange(len(count), device=count.device), count, output_size=total)
+        column = torch.arange(total, device=count.device) - (count.cumsum(0) - count)[request]
+        return table[request, column]
+
+
+def prefix_sums(lens: list[int]) -> Tensor:
+    """[len(lens) + 1] int32 on the host."""
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+class StepPlan:
+    """What adapters remember of a step's groups, found by the group itself. Work is done at first use, once."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._groups: dict[int, tuple[PagedQueries, dict[Any, Any]]] = {}
+        for queries in (batch.decode, batch.prefill):
+            if queries is not None:
+                self._groups[id(queries)] = (queries, {})
+
+    def get(self, queries: PagedQueries, key: Any, make: Callable[[], Made]) -> Made:
+        """`make()`, or what it returned before for this group and key."""
+        known = self._groups.setdefault(id(queries), (queries, {}))[1]
+        if key not in known:
+            known[key] = make()
+        return known[key]
+
+
+def plan_of(plan: Any) -> StepPlan:
+    """The step's plan, or an empty one where the caller brings none of ours."""
+    return plan if isinstance(plan, StepPlan) else StepPlan(AttentionBatch(None, None))
+
+
+def slots_of(queries: PagedQueries) -> Tensor:
+    """The slot of every context token of every request, one behind the other: [S] int64."""
+    lens = queries.context_lens_device.long()
+    total = queries.num_context_tokens
+    request = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=total)
+    position = torch.arange(total, device=lens.device) - (lens.cumsum(0) - lens)[request]
+    return queries.slot_table[queries.rows.long()[request], position].long()
+
+
+def as_pages(cache: Tensor, page_size: int) -> Tensor:
+    """cache [slots, *] -> [pages, page_size, *], a view."""
+    return cache.unflatten(0, (-1, page_size))

@@ -1,0 +1,155 @@
+"""Which vendor libraries are here. Versions tell nothing (forks number their own way): modules and attributes do.
+
+`why_not` looks and imports nothing; `load` imports, and says which attribute is missing. The doctor shows both sides.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from moe_engine.kernels.device import Device, Need
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that the project can use.
+
+    modules: import names, the first one found is taken. provides: attributes that an adapter calls (dotted).
+    majors: compute capabilities (major) that it has kernels for. dtypes: activation dtypes.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    install: str
+    provides: tuple[str, ...]
+    majors: tuple[int, ...] = (9, 10)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+
+    def installed(self) -> str | None:
+        """The import name that is here, or None; imports nothing."""
+        return next((name for name in self.modules if _found(name)), None)
+
+    def why_not(self, device: Device, need: Need) -> str | None:
+        """The reason why it cannot serve here, or None."""
+        if device.kind != "cuda":
+            return f"{self.name} needs a CUDA device, this one is {device.kind}"
+        major = device.capability[0] if device.capability else 0
+        if major not in self.majors:
+            known = ", ".join(f"sm_{major}0" for major in self.majors)
+            return f"{self.name} has kernels for {known}; {device.name} is sm_{major}x"
+        if need.dtype not in self.dtypes:
+            return f"{self.name} computes in {' or '.join(self.dtypes)}, not in {need.dtype}"
+        if self.installed() is None:
+            return f"{' or '.join(self.modules)} is not installed ({self.install})"
+        return None
+
+    def load(self) -> ModuleType:
+        """The module.
+
+        Raises:
+            ImportError: it is not here, does not load, or lacks what the adapters call.
+        """
+        name = self.installed()
+        if name is None:
+            raise ImportError(f"{' or '.join(self.modules)} is not installed ({self.install})")
+        return self.check(importlib.import_module(name))
+
+    def check(self, module: Any) -> Any:
+        """The module itself. Raises ImportError where an attribute is missing."""
+        missing = [name for name in self.provides if not _has(module, name)]
+        if missing:
+            where = getattr(module, "__file__", None) or getattr(module, "__name__", "the module")
+            raise ImportError(f"{where} lacks {', '.join(missing)}: too old, or another package ({self.install})")
+        return module
+
+
+DEEP_GEMM = Library(
+    "DeepGEMM",
+    ("deep_gemm",),
+    "pip install 'moe-engine[deep-gemm]'",
+    (
+        "fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked",
+        "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_masked", "transform_sf_into_required_layout",
+        "get_mk_alignment_for_contiguous_layout",
+    ),
+    dtypes=("bfloat16",),
+)  # fmt: skip
+FLASHINFER = Library(
+    "FlashInfer",
+    ("flashinfer",),
+    "pip install 'moe-engine[flashinfer]'",
+    (
+        "mla.BatchMLAPagedAttentionWrapper", "mla.MLAPlanMetadata", "BatchPrefillWithRaggedKVCacheWrapper",
+        "BatchPrefillWithPagedKVCacheWrapper",
+    ),
+    majors=(8, 9, 10, 12),
+)  # fmt: skip
+FLASHINFER_SAMPLING = Library(
+    "FlashInfer",
+    ("flashinfer",),
+    "pip install 'moe-engine[flashinfer]'",
+    ("sampling.softmax", "sampling.top_k_renorm_probs", "sampling.top_p_renorm_probs"),
+    majors=(8, 9, 10, 12),
+    dtypes=("bfloat16", "float16", "float32"),
+)
+FLASH_MLA = Library(
+    "FlashMLA",
+    ("flash_mla", "sgl_kernel.flash_mla"),
+    "build github.com/deepseek-ai/FlashMLA; pip install 'moe-engine[fa3]' brings an older one",
+    ("get_mla_metadata", "flash_mla_with_kvcache"),
+)
+FA3 = Library(
+    "FlashAttention 3",
+    ("flash_attn_interface", "sgl_kernel.flash_attn"),
+    "pip install 'moe-engine[fa3]', or build hopper/ of github.com/Dao-AILab/flash-attention",
+    ("flash_attn_with_kvcache", "flash_attn_varlen_func"),
+    majors=(9,),
+)
+DEEP_EP = Library("DeepEP", ("deep_ep",), "pip install 'moe-engine[deep-ep]'", ("topk_idx_t",), dtypes=("bfloat16",))
+NVSHMEM = Library("NVSHMEM for Python", ("nvshmem.core",), "pip install 'moe-engine[nvshmem]'", ("init",))
+
+LIBRARIES = (DEEP_GEMM, FLASHINFER, FLASH_MLA, FA3, DEEP_EP, NVSHMEM)
+
+
+def accepts(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function takes a keyword: by its signature, or by what pybind11 writes into its docstring."""
+    try:
+        return argument in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return f"{argument}:" in (function.__doc__ or "")
+
+
+def report(libraries: Sequence[Library] = LIBRARIES) -> dict[str, str]:
+    """Of each library: the import name that was found, or how to install it. Imports nothing."""
+    return {
+        library.name: f"found as {found}" if (found := library.installed()) else f"missing: {library.install}"
+        for library in libraries
+    }
+
+
+def _found(name: str) -> bool:
+    """Of a submodule only its file is looked for: finding it properly would import its package."""
+    package, *parts = name.split(".")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    if spec is None or not parts:
+        return spec is not None
+    paths = [Path(place, *parts) for place in spec.submodule_search_locations or ()]
+    return any(path.is_dir() or any(path.parent.glob(f"{path.name}.*")) for path in paths)
+
+
+def _has(module: Any, dotted: str) -> bool:
+    for name in dotted.split("."):
+        if not hasattr(module, name):
+            return False
+        module = getattr(module, name)
+    return True

@@ -1,0 +1,71 @@
+"""Draft trees for libraries that know causal masks only.
+
+What lies before a request's query tokens is visible to all of them: the library runs that part without a mask and says
+the log-sum-exp. The few query tokens among themselves are done here in torch, and the two parts are merged.
+
+Legend: R requests, T query tokens, t most query tokens of a request, H query heads, G KV heads, W key width, V value
+width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import PagedQueries
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where the query tokens of a group are and which see which; made once a step."""
+
+    request: Tensor  # [T] int64
+    place: Tensor  # [T] int64: of a token within its request
+    token: Tensor  # [R, t] int64; unspecified but valid where a request has fewer
+    slots: Tensor  # [R, t] int64
+    hidden: Tensor  # [R, t, t] bool: [r, i, j] token i must not see token j
+    has_context: Tensor  # [T] bool: something lies before the query tokens
+
+    @classmethod
+    def of(cls, queries: PagedQueries) -> Tree:
+        assert queries.visible is not None
+        device, most, total = queries.visible.device, max(queries.query_lens), queries.num_tokens
+        starts = queries.query_starts.long()
+        counts = starts.diff()
+        context = queries.context_lens_device.long() - counts  # before the query tokens
+        request = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=total)
+        place = torch.arange(total, device=device) - starts[request]
+        column = torch.arange(most, device=device)
+        known = column < counts[:, None]  # [R, t]
+        token = (starts[:-1, None] + column).clamp_max(total - 1)
+        position = torch.where(known, context[:, None] + column, 0)
+        slots = queries.slot_table[queries.rows.long()[:, None], position].long()
+        seen = (queries.visible[token][:, :, None] >> column & 1).bool() & known[:, None, :]
+        return cls(request, place, token, slots, ~seen, (context > 0)[request])
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Query tokens among themselves, in float32.
+
+        q [T, H, W], keys [slots, G, W], values [slots, G, V] -> out [T, H, V], log-sum-exp [T, H] (natural).
+        """
+        groups = keys.shape[1]
+        k, v = keys[self.slots].float(), values[self.slots].float()  # [R, t, G, *]
+        queries = q[self.token].float().unflatten(2, (groups, -1))  # [R, t, G, H/G, W]
+        scores = torch.einsum("rigpw,rjgw->rgpij", queries, k).mul_(scale)
+        scores = scores.masked_fill(self.hidden[:, None, None], float("-inf"))
+        lse = scores.logsumexp(-1)  # [R, G, H/G, t]
+        # rows of places that a request does not have see nothing, and nobody asks for them
+        out = torch.einsum("rgpij,rjgv->rigpv", (scores - lse[..., None]).exp(), v).flatten(2, 3)  # [R, t, H, V]
+        return out[self.request, self.place], lse.flatten(1, 2).transpose(1, 2)[self.request, self.place]
+
+    def merge(self, context: Tensor, context_lse: Tensor, tree: Tensor, tree_lse: Tensor) -> Tensor:
+        """Two softmax parts over different keys, as one; out [T, H, V] in `context`'s dtype.
+
+        context [T, H, V], context_lse [T, H] (natural): what lies before; ignored for requests that have nothing there.
+        """
+        absent = ~self.has_context[:, None]
+        share = torch.sigmoid(context_lse.float() - tree_lse).masked_fill(absent, 0.0)[..., None]
+        before = context.float().masked_fill(absent[..., None], 0.0)
+        return (before * share + tree * (1.0 - share)).to(context.dtype)

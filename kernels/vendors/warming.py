@@ -1,0 +1,37 @@
+"""Compiling before READY what a library compiles at first use.
+
+DeepGEMM compiles a product for its weight's sizes and for a tile that it picks from the number of rows. So every weight
+shape is run with row counts close enough together that each tile it may pick comes up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """The largest sizes that a step of a launch plan has on one rank; 0: does not occur.
+
+    tokens: rows of a dense product. expert_rows: rows of all local experts together (`grouped` batches).
+    expert_capacity: rows of one expert's part of a `padded` batch.
+    """
+
+    tokens: int
+    expert_rows: int = 0
+    expert_capacity: int = 0
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """A kernel that compiles at first use, and can do so before."""
+
+    def warm_up(self, shapes: StepShapes) -> int:
+        """Runs every weight prepared so far at the row counts up to `shapes`; returns the number of products run."""
+
+
+def row_counts(most: int) -> list[int]:
+    """Up to `most`: each multiple of 16 to 512, of 64 to 4096, of 256 beyond, and 1 and `most` themselves."""
+    steps = (range(16, 513, 16), range(576, 4097, 64), range(4352, most + 1, 256))
+    return sorted({count for step in steps for count in step if count < most} | {1, most}) if most > 0 else []

@@ -1,0 +1,69 @@
+"""Stand-ins for kernels that are not Triton's (a vendor's, torch's): nothing to compile, and they may not run here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.registry import Choice
+from moe_engine.kernels.sampling.protocol import SamplingParameters
+
+
+class NoAttention:
+    """`MLABackend` and `GQABackend` whose results have the right shapes."""
+
+    name = "none"
+
+    def plan(self, batch: AttentionBatch) -> None:
+        return None
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
+        return q[..., : value_width or q.shape[-1] - 64]
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        return cache.new_empty(queries.num_context_tokens, cache.shape[1]) if out is None else out
+
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        keys = q.shape[-1] - k_rope.shape[-1]
+        return q.new_empty(*q.shape[:2], kv.shape[-1] - keys)
+
+    def paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        return torch.empty_like(q)
+
+
+class NoSampling:
+    """`SamplingKernel` that draws nothing."""
+
+    name = "none"
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        return logits.new_empty(len(logits), dtype=torch.int64)
+
+    def sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
+        return self.greedy(logits)
+
+    def probabilities(self, logits: Tensor, parameters: SamplingParameters, tokens: Tensor) -> Tensor:
+        return logits.new_empty(tokens.shape)
+
+
+def build_triton(choices: tuple[Choice, ...]) -> Backends:
+    """The chosen rows; attention and sampling replaced where they are not Triton's."""
+    built: dict[str, Any] = {}
+    for choice in choices:
+        if choice.row.name == "triton" or choice.family in ("ops", "linear", "experts"):
+            built[choice.family] = choice.build()
+    built.setdefault("attention", NoAttention())
+    built.setdefault("sampling", NoSampling())
+    fields = {field.name for field in dataclasses.fields(Backends)} - {"choices"}
+    return Backends(**{name: built[name] for name in fields}, choices=choices)

@@ -1,0 +1,55 @@
+"""What ``moe-engine doctor`` says of vendor libraries: which are here, and whether they load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from moe_engine.kernels.vendors.probe import LIBRARIES, Library
+
+SECONDS_TO_LOAD = 120
+"""A first import may compile or fetch kernels."""
+
+BROKEN = "does not load"
+
+
+def libraries(device_kind: str) -> dict[str, str]:
+    """Of each library: ``missing`` and how to get it, or where it was found, and on a GPU whether it loads.
+
+    Loading happens in a process of its own: a broken build must not take the doctor down.
+    """
+    return {library.name: _verdict(library, device_kind == "cuda") for library in LIBRARIES}
+
+
+def _verdict(library: Library, try_it: bool) -> str:
+    found = library.installed()
+    if found is None:
+        return f"missing: {library.install}"
+    if not try_it:
+        return f"{found} is installed; it needs a GPU"
+    error = _load_error(library)
+    return f"{found} loads" if error is None else f"{found} {BROKEN}: {error}"
+
+
+def _load_error(library: Library) -> str | None:
+    """The last line of what its import raises, or None."""
+    code = (
+        "from moe_engine.kernels.vendors import probe\n"
+        f"next(x for x in probe.LIBRARIES if x.name == {library.name!r}).load()\n"
+    )
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_LOAD)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {SECONDS_TO_LOAD} s"
+    except OSError as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit status {done.returncode}"
+
+
+def problems(found: dict[str, str]) -> list[str]:
+    """Sentences about libraries that are installed and broken."""
+    return [f"{name}: {text}; its kernels are not used" for name, text in found.items() if BROKEN in text]

@@ -1,0 +1,56 @@
+"""Triton's interpreter with the number formats of the GPU: what numpy lacks is done by torch.
+
+The interpreter of Triton 3.6 to 3.9 keeps bf16 and FP8 as bare integers. Casts to bf16 truncate, casts to e4m3 lose a
+carry out of the mantissa, and products of bf16 matrices multiply the integers. GPUs round to nearest even and multiply
+numbers, and so do kernels that are held against float64 here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_TORCH = {
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+    tl.float64: torch.float64,
+}
+_convert = interpreter._convert_float
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """Bits of `source` numbers -> bits of `target` numbers, rounded to nearest even; e4m3 saturates, as PTX's does."""
+    if source not in _TORCH or target not in _TORCH:
+        return _convert(values, source, target, rounding)
+    numbers = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).reshape(-1)).view(_TORCH[source])
+    if target is tl.float8e4nv:
+        numbers = torch.where(numbers.isnan(), numbers, numbers.clamp(-448, 448))
+    converted = numbers.to(_TORCH[target]).view(torch.uint8).numpy()
+    return converted.view(getattr(np, f"uint{target.primitive_bitwidth}")).reshape(values.shape)
+
+
+def dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    """bf16 and FP8 operands widened first; every product of theirs is exact in float32."""
+    wide = [x if x.dtype.primitive_bitwidth > 16 else _widen(x) for x in (a, b)]
+    return _dot(builder, *wide, d, input_precision, max_num_imprecise_acc)
+
+
+def _widen(x: Any) -> Any:
+    if x.dtype.scalar is tl.float16:
+        return interpreter.TensorHandle(x.data.astype(np.float32), tl.float32)
+    bits = convert_float(x.data, x.dtype.scalar, tl.float32, None)
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def install() -> None:
+    """Idempotent; for the whole process."""
+    interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_dot = dot

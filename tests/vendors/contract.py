@@ -1,0 +1,56 @@
+"""What the emulators of vendor libraries have in common: they refuse what the real library forbids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+
+
+class ContractBroken(Exception):
+    """The caller did what the real library forbids, or relies on what it leaves open."""
+
+
+def must(condition: bool, text: str) -> None:
+    if not condition:
+        raise ContractBroken(text)
+
+
+def check_shape(x: Tensor, shape: Sequence[int], name: str) -> None:
+    must(tuple(x.shape) == tuple(shape), f"{name} is {list(x.shape)}, not {list(shape)}")
+
+
+def check_index(x: Tensor, name: str, dims: int = 1) -> None:
+    must(x.dtype == torch.int32, f"{name} must be int32, is {x.dtype}")
+    must(x.dim() == dims and x.stride(-1) == 1, f"{name} must have {dims} dimensions, the last contiguous")
+
+
+def poison(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Memory as a library may leave it."""
+    return torch.full(shape, NAN, dtype=dtype)
+
+
+def softmax_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """q [t, H, W], k [s, G, W], v [s, G, V], seen [t, s] -> out [t, H, V], log-sum-exp [t, H] (natural), in float64.
+
+    A row that sees nothing gives 0 and -inf.
+    """
+    share = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(share, 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->ths", q.double(), k) * scale
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.where(lse.isfinite()[..., None], (scores - lse[..., None]).exp(), 0.0)
+    return torch.einsum("ths,shv->thv", weights, v), lse
+
+
+def causal(num_queries: int, num_keys: int) -> Tensor:
+    """[t, s]: the queries are the last of the keys."""
+    return torch.arange(num_keys)[None] <= torch.arange(num_keys - num_queries, num_keys)[:, None]
+
+
+def everything(num_queries: int, num_keys: int) -> Tensor:
+    return torch.ones(num_queries, num_keys, dtype=torch.bool)

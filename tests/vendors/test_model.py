@@ -1,0 +1,72 @@
+"""A tiny DeepSeek V3 in block FP8 on the vendor rows, all through emulators: logits near those of the torch rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.fa3 import FA3MLA
+from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.flashmla import FlashMLA
+from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
+from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.vendors.deep_gemm import DeepGemm
+from moe_engine.models.config import load_model_config
+from moe_engine.models.loader import load_model
+from tests.models.checkpoints import make_checkpoint
+from tests.models.stepper import Chunk, Stepper, make_backends
+from tests.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
+from tests.vendors.deep_gemm_emulator import DeepGemmEmulator
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "n_routed_experts": 4, "n_group": 2,
+    "topk_group": 2, "num_experts_per_tok": 2, "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "initializer_range": 0.06,
+}  # fmt: skip
+ATTENTION = {
+    "flashinfer": lambda: FlashInferMLA(flashinfer_emulator.module()),
+    "fa3": lambda: FA3MLA(fa3_emulator.module()),
+    "flashmla": lambda: FlashMLA(flash_mla_emulator.module(), expanded=TorchMLA()),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("v3"), seed=3, fp8=True, **SIZES)
+
+
+def stepper(path: Path, **rows: Any) -> Stepper:
+    config = load_model_config(path)
+    backends = replace(make_backends(config, dtype="bfloat16", page_size=64), **rows)
+    model = load_model(path, config, "bfloat16", "cpu", backends)
+    return Stepper(model, config, backends, torch.bfloat16, page_size=64)
+
+
+def logits_of(loaded: Stepper) -> Tensor:
+    """Two prompts, one in two chunks, and decode steps beside a prompt."""
+    tokens = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(5)).tolist()
+    found = loaded.step([Chunk(0, tokens[:70], False)])
+    found += loaded.step([Chunk(0, tokens[70:71], True), Chunk(1, tokens[71:76], False)])
+    found += loaded.step([Chunk(0, tokens[76:78], True), Chunk(1, tokens[78:79], True)])
+    return torch.cat([part.float() for part in found])
+
+
+@pytest.mark.parametrize("name,arch", [("flashinfer", 10), ("fa3", 9), ("flashmla", 9)])
+def test_logits(checkpoint, name, arch):
+    emulator = DeepGemmEmulator(arch)
+    gemm = DeepGemm(emulator.module, (arch, 0), reference)
+    products = {"linear": DeepGemmLinear(gemm), "experts": DeepGemmExperts(gemm)}
+    loaded, plain = stepper(checkpoint, attention=ATTENTION[name](), **products), stepper(checkpoint)
+    assert loaded.model.weight_bytes < 0.8 * plain.model.weight_bytes
+    got, same_products, want = (logits_of(one) for one in (loaded, stepper(checkpoint, **products), plain))
+    assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"}
+    assert (got - same_products).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
+    assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantised twice
