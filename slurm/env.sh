@@ -1,0 +1,40 @@
+# What this cluster needs, in one place: every script of this folder reads it. A value that is set already wins, so
+# `NIC=ib0 sbatch slurm/serve.sbatch` needs no edit; what is the same for all jobs is best written down here.
+# shellcheck shell=bash
+
+# -- the program: by default that of the environment `make serve` made beside this folder
+: "${MOE_ENGINE:=$REPOSITORY/.venv/bin/moe-engine}"
+: "${PYTHON:=$(dirname "$MOE_ENGINE")/python}"
+export MOE_ENGINE PYTHON
+
+# -- rendezvous: node 0 is the first host of the step and its port is made from the numbers of job, step and restart.
+# Set these where other nodes must use another name or port for it, for instance its name on InfiniBand.
+# export MASTER_ADDR=$(hostname)-ib MASTER_PORT=29500
+
+# -- the interface for addresses and small messages between nodes (`ip -br addr`). Empty: the one that reaches node 0.
+: "${NIC:=}"
+if [ -n "$NIC" ]; then
+  export GLOO_SOCKET_IFNAME=$NIC NCCL_SOCKET_IFNAME=$NIC NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=$NIC
+fi
+
+# -- the adapters for tensors (`ibstat -l`): a prefix such as mlx5, or a list such as mlx5_0,mlx5_1. Empty: all of them.
+: "${HCA:=}"
+if [ -n "$HCA" ]; then
+  export NCCL_IB_HCA=$HCA
+  case $HCA in *,*) export NVSHMEM_HCA_LIST=$HCA ;; *) export NVSHMEM_HCA_PREFIX=$HCA ;; esac
+fi
+# RoCE only: which entry of the adapter's address table is RoCE v2 (`show_gids`; often 3).
+: "${GID_INDEX:=}"
+if [ -n "$GID_INDEX" ]; then
+  export NCCL_IB_GID_INDEX=$GID_INDEX NVSHMEM_IB_GID_INDEX=$GID_INDEX
+fi
+
+# -- NVSHMEM, which carries DeepEP's tokens between nodes. DeepEP itself turns on IBGDA (the GPU rings the adapter's
+# doorbell); it needs nvidia.ko with PeerMappingOverride=1 or gdrcopy. `ibrc` works without, more slowly.
+: "${NVSHMEM_IB_ENABLE_IBGDA:=1}"
+: "${NVSHMEM_QP_DEPTH:=1024}"   # at least twice (--max-dispatch-tokens-per-rank + 1)
+export NVSHMEM_IB_ENABLE_IBGDA NVSHMEM_QP_DEPTH
+
+# -- logs: NCCL says only what is wrong; NCCL_DEBUG=INFO tells which adapters it took
+: "${NCCL_DEBUG:=WARN}"
+export NCCL_DEBUG

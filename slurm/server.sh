@@ -1,0 +1,28 @@
+# The server's step, for serve.sbatch and bench.sbatch.
+# shellcheck shell=bash
+
+: "${PORT:=30000}"
+: "${RANKS_PER_NODE:=${SLURM_GPUS_ON_NODE:-1}}"
+
+# start_server FLAGS...: the layout for DeepSeek's models over all ranks, then the user's flags, of which the last counts.
+# Which node is which, `moe-engine serve` reads from the step's environment.
+start_server() {
+  local ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) layout=()
+  if ((ranks > 1)); then
+    layout=(--tp-size "$ranks" --attn-dp-size "$ranks" --ep-size "$ranks" --moe-a2a-backend auto
+      --moe-dense-tp-size 1 --enable-dp-lm-head)
+  fi
+  start_step "$MOE_ENGINE" serve --host 0.0.0.0 --port "$PORT" "${layout[@]}" "$@"
+}
+
+# wait_ready: until the server answers; fails when it ends before.
+wait_ready() {
+  while step_runs; do
+    if "$PYTHON" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' \
+      "http://localhost:$PORT/health" 2>/dev/null; then
+      return 0
+    fi
+    sleep 1
+  done
+  return 1
+}
