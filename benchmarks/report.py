@@ -20,7 +20,7 @@ from typing import Any
 
 LOAD_AT_START = round(os.getloadavg()[0], 2)
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "moe-engine", "numpy", "httpx", "tokenizers", "safetensors")
+PACKAGES = ("torch", "triton", "transformers", "moe-engine", "numpy", "httpx", "tokenizers", "safetensors")
 
 
 def cpu_name() -> str:

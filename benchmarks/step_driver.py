@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 def create_worker(config: ResolvedConfig) -> Worker:
     """A ready worker, in this process."""
-    from moe_engine.engine.core_main import worker_options
+    from moe_engine.engine.core_setup import worker_options
     from moe_engine.worker.worker import Worker
 
     return Worker.create(worker_options(config))

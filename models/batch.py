@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch
@@ -20,8 +21,9 @@ class ForwardBatch:
     """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
 
     `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA, a pair [num_slots, G, Dh] (keys, values)
-    for GQA. `attention_plan` is what the attention backend's `plan` returned for this step. `sizes` tells what the
-    other ranks have in this step; needed with DP attention, also by a rank without tokens.
+    for GQA; with FP8 the last dimension is that of `attention.kv_format`'s rows. `attention_plan` is what the attention
+    backend's `plan` returned for this step. `sizes` tells what the other ranks have in this step; needed with DP
+    attention, also by a rank without tokens.
     """
 
     input_ids: Tensor  # [T] int64
@@ -33,9 +35,23 @@ class ForwardBatch:
     kv: Sequence[Any]
     sizes: StepSizes | None = None
 
+    @classmethod
+    def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:
+        """A forward of other ranks, in which this one has no tokens and takes part."""
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(none, none, none, none, AttentionBatch(None, None), None, kv, sizes)
+
     @property
     def num_tokens(self) -> int:
-        return self.input_ids.shape[0]
+        return self.positions.shape[0]
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """A model on many ranks that can run parts of a step side by side."""
+
+    def forward_in_turns(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
+        """`Model.forward` of each part; earlier parts go first in every layer. Collective."""
 
 
 class Model(Protocol):

@@ -7,13 +7,16 @@ Q q_lora_rank, E experts, K experts per token, I expert width, L layers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.attention import kv_format
 from moe_engine.models import sizes
+from moe_engine.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class MLAConfig:
         """Channels cached per token and layer: C + R."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what a token leaves in a layer's cache tensors, as `kv_format` stores it."""
+        return ((kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),),)
+
 
 @dataclass(frozen=True)
 class GQAConfig:
@@ -83,6 +90,10 @@ class GQAConfig:
     def cache_width(self) -> int:
         """Channels cached per token and layer: keys and values of G heads."""
         return 2 * self.num_kv_heads * self.head_dim
+
+    def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what a token leaves in a layer's cache tensors, as `kv_format` stores it."""
+        return ((self.num_kv_heads, kv_format.head_width(kv_dtype, self.head_dim)),) * 2
 
 
 @dataclass(frozen=True)
@@ -166,10 +177,11 @@ class ModelConfig:
         """Cached elements of one token in ONE layer: C + R for MLA, 2 * G * Dh for GQA."""
         return self.attention.cache_width
 
-    def kv_bytes_per_token(self, dtype_bytes: int, include_mtp: bool = False) -> int:
-        """Cached bytes of one token in all layers, those of MTP too when asked."""
+    def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
+        """Cached bytes of one token in all layers, those of MTP too when asked; scales of FP8 rows included."""
         layers = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
-        return layers * self.num_kv_elements_per_token() * dtype_bytes
+        elements = sum(math.prod(part) for part in self.attention.kv_parts(kv_dtype))
+        return layers * elements * kv_format.STORED[kv_dtype][1]
 
     def num_parameters(self, include_mtp: bool = False) -> int:
         """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""
@@ -179,12 +191,18 @@ class ModelConfig:
         """Parameters that one token meets: K of E experts, the whole head, one row of the embedding (not counted)."""
         return sizes.num_active_parameters(self)
 
-    def weight_bytes(self, dtype_bytes: int, include_mtp: bool = False) -> int:
-        """Bytes this engine holds for the weights: activations' dtype, norms and router in float32, kv_b in both forms.
-
-        For one rank that holds everything, with kernels that keep one copy (the reference rows).
-        """
-        return sizes.weight_bytes(self, dtype_bytes, include_mtp)
+    def weight_bytes(
+        self,
+        dtype_bytes: int,
+        include_mtp: bool = False,
+        topology: Topology = sizes.ONE_RANK,
+        redundant_experts: int = 0,
+        keeps_fp8: bool = False,
+    ) -> int:
+        """Bytes that one rank holds for the weights: activations' dtype, norms and router in float32, kv_b in both
+        forms. With kernels that keep one copy (the reference rows); with `keeps_fp8` those multiply block FP8 as it
+        is stored."""
+        return sizes.weight_bytes(self, dtype_bytes, include_mtp, topology, redundant_experts, keeps_fp8)
 
     def largest_step_activation_bytes(
         self, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None

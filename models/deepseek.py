@@ -52,7 +52,7 @@ class DeepseekModel(Decoder):
         is_mtp = layer_index >= config.num_layers
         is_moe = config.is_moe if is_mtp else config.moe_layers[layer_index]
         if is_moe:
-            return MoE(config, self.backends, reader, self.parallel, prefix)
+            return MoE(config, layer_index, self.backends, reader, self.parallel, prefix)
         return MLP.dense(self.backends, reader, self.parallel, prefix, config.hidden_size, config.intermediate_size)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:

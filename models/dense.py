@@ -38,17 +38,18 @@ class DenseModel(Decoder):
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         config, layer = self.config, f"model.layers.{layer_index}"
         if config.moe_layers[layer_index]:
-            return self.make_moe(layer, reader)
+            return self.make_moe(layer_index, reader)
         widths = config.hidden_size, config.intermediate_size
         return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, config.mlp_bias)
 
-    def make_moe(self, layer: str, reader: WeightSource) -> MoE:
-        return MoE(self.config, self.backends, reader, self.parallel, f"{layer}.mlp")
+    def make_moe(self, layer_index: int, reader: WeightSource) -> MoE:
+        prefix = f"model.layers.{layer_index}.mlp"
+        return MoE(self.config, layer_index, self.backends, reader, self.parallel, prefix)
 
 
 class MixtralModel(DenseModel):
     """Mixtral: the same with its own tensor names."""
 
-    def make_moe(self, layer: str, reader: WeightSource) -> MoE:
-        names = ExpertNames(gate="w1", up="w3", down="w2")
-        return MoE(self.config, self.backends, reader, self.parallel, f"{layer}.block_sparse_moe", names)
+    def make_moe(self, layer_index: int, reader: WeightSource) -> MoE:
+        names, prefix = ExpertNames(gate="w1", up="w3", down="w2"), f"model.layers.{layer_index}.block_sparse_moe"
+        return MoE(self.config, layer_index, self.backends, reader, self.parallel, prefix, names)

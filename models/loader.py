@@ -15,9 +15,9 @@ from moe_engine.models import registry
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.mtp import HasMTPLayers, MTPLayers
-from moe_engine.models.sharding import widths_of
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import WeightSource, open_source
+from moe_engine.models.widths import widths_of
 from moe_engine.parallel.context import SINGLE, ParallelContext
 
 Ignore = Callable[[Collection[str]], set[str]]
@@ -48,7 +48,7 @@ def load_model(
         CheckpointError: naming file and tensor. ConfigError: for a bad dtype or load format, or a model that cannot be
             cut as `parallel` says.
     """
-    parallel.topology.check(widths_of(config))
+    parallel.topology.check(widths_of(config, parallel.redundant_experts))
     if parallel.topology.travels and parallel.dispatcher is None and config.is_moe:
         raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: with_dispatcher comes first")
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
@@ -100,9 +100,13 @@ def _open(
     if isinstance(dtype, str):
         dtype = getattr(torch, activation_dtype(config, dtype, device.type))
     options: dict[str, Any] = {"dtype": dtype, "device": device}
+    quant = config.quant
+    if quant is not None:
+        options["power_of_two"] = quant.scale_format == "ue8m0"
     if load_format == "dummy":
-        options["seed"] = seed
+        options |= {"seed": seed, "block_fp8": quant is not None and quant.block == (128, 128)}
     else:
-        block = config.quant.block if config.quant is not None else (128, 128)
-        options |= {"block": block, "ignore": ignore, "progress": progress}
+        options |= {"ignore": ignore, "progress": progress}
+        if quant is not None:
+            options["block"] = quant.block
     return open_source(load_format, path, **options)

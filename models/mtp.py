@@ -29,6 +29,9 @@ from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 
+MAX_FUSED_TOKENS = 64
+"""Tokens up to which writing a layer's cache in one call gains anything; more would only take more memory at once."""
+
 
 @runtime_checkable
 class HasMTPLayers(Protocol):
@@ -55,6 +58,7 @@ class MTPLayers:
         attention = model.backends.attention
         if isinstance(attention, FusedDrafting) and model.parallel.world_size == 1:
             levels = [layer.level() for layer in self._layers]
+            self._drafting: FusedDrafting = attention
             self._fused = attention.fuse_drafts(levels, model.embedding.weight, model.head.weight)
 
     @property
@@ -77,8 +81,17 @@ class MTPLayers:
         args = model.step_args(batch)
         return self._layers[layer].forward(model.embedding(input_ids), hidden, *args)
 
+    def join(self, batch: ForwardBatch) -> None:
+        """Takes part in a step of drafting of other ranks, and its logits, with a batch of nothing."""
+        v = self.forward(0, batch.input_ids, self._model.embedding(batch.input_ids), batch)
+        self.logits(v, batch.sizes)
+
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache of a layer, for tokens whose v nobody needs. Arguments as `forward`'s."""
+        if self._fused is not None and len(input_ids) <= MAX_FUSED_TOKENS:
+            cache = batch.kv[self.kv_layers[layer]]
+            self._drafting.remember_drafts(self._fused, layer, input_ids, hidden, batch.positions, batch.slots, cache)
+            return
         self._layers[layer].remember(self._model.embedding(input_ids), hidden, batch)
 
     @property
@@ -88,23 +101,24 @@ class MTPLayers:
 
     def draft_chain(
         self,
-        state: Tensor,
+        states: Tensor,
+        rows: Tensor,
         roots: Tensor,
         steps: ChainSteps,
         kv: Sequence[Any],
         parameters: SamplingParameters | None,
         uniform: Tensor | None,
     ) -> Tensor:
-        """state [R, D], roots [R] -> drafts [S, R]: what `forward`, `logits` and draws bring step after step.
+        """roots [R] -> [R, 1+S], each root and its drafts: what `forward`, `logits` and draws bring step after step.
 
         Args:
+            states, rows: states[rows[r]] is the hidden state of root r, as `FusedDrafting.run_drafts` takes them.
             kv: the caches of model and MTP layers, as `ForwardBatch.kv`.
             parameters, uniform: of the draws, as `FusedDrafting.run_drafts` takes them.
         """
-        attention = self._model.backends.attention
-        assert self._fused is not None and isinstance(attention, FusedDrafting)
+        assert self._fused is not None
         caches = [kv[i] for i in self.kv_layers]
-        return attention.run_drafts(self._fused, state, roots, steps, caches, parameters, uniform)
+        return self._drafting.run_drafts(self._fused, states, rows, roots, steps, caches, parameters, uniform)
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """v [S, D] -> [S, V] float32, by the model's head. `sizes` as `Model.logits` takes them."""

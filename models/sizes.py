@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_engine.models.tensors import EMBEDDING, Kind, model_tensors
+from moe_engine.models.tensors import EMBEDDING, Kind, TensorSpec, model_tensors
+from moe_engine.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from moe_engine.models.config import MLAConfig, ModelConfig
+
+ONE_RANK = Topology()
+FP8_BLOCK_ELEMENTS = 128 * 128
+_KV_B, _LAYER = ".kv_b_proj.weight", "model.layers."
 
 MAX_EXPANDED_TOKENS = 16384
 """Context tokens whose keys and values the MLA layer expands at once (its constructor's default)."""
@@ -34,17 +39,57 @@ def num_active_parameters(config: ModelConfig) -> int:
     )
 
 
-def weight_bytes(config: ModelConfig, dtype_bytes: int, include_mtp: bool = False) -> int:
+def weight_bytes(
+    config: ModelConfig,
+    dtype_bytes: int,
+    include_mtp: bool = False,
+    topology: Topology = ONE_RANK,
+    redundant_experts: int = 0,
+    keeps_fp8: bool = False,
+) -> int:
     """See `ModelConfig.weight_bytes`. Includes the rotary table (float32, one for all layers)."""
-    plain = wide = 0
+    plain = wide = blocks = 0
     for spec in model_tensors(config, include_mtp):
+        held = _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
             wide += spec.num_elements
+        elif spec.name.endswith(_KV_B):
+            plain += 2 * held
+        elif keeps_fp8 and spec.kind is Kind.LINEAR and spec.name.startswith(_LAYER):
+            blocks += held
         else:
-            held_twice = spec.name.endswith(".kv_b_proj.weight")
-            plain += spec.num_elements * spec.copies * (1 + held_twice)
+            plain += held
     rotary = config.context_length * config.rope.width
-    return plain * dtype_bytes + 4 * (wide + rotary)
+    return plain * dtype_bytes + 4 * (wide + rotary) + blocks + 4 * blocks // FP8_BLOCK_ELEMENTS
+
+
+def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:
+    """Elements of a tensor, or of all experts' tensors of one name, that one rank holds."""
+    name, count = spec.name, spec.num_elements
+    if spec.copies > 1:
+        return (spec.copies + redundant_experts) // topology.ep_size * (count // topology.moe_tp_size)
+    return -(-count // _parts(config, name, topology))
+
+
+def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
+    """Equal parts that a tensor is cut into."""
+    if name == EMBEDDING:
+        return topology.attn_tp_size
+    if name == "lm_head.weight":
+        return topology.attn_tp_size if topology.enable_dp_lm_head else topology.tp_size
+    if ".shared_experts." in name:
+        return 1 if topology.travels else topology.tp_size
+    if ".self_attn." in name:
+        return _attention_parts(config, name, topology.attn_tp_size)
+    return topology.tp_size if ".mlp." in name and topology.cuts_dense else 1
+
+
+def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
+    """Projections from and to heads are cut; those from and to the latent, and inner norms, are not."""
+    part = name.rpartition(".self_attn.")[2].partition(".")[0]
+    if part in ("k_proj", "v_proj"):  # where KV heads are fewer than ranks, each stands on several
+        return min(attn_tp_size, config.attention.num_kv_heads)  # type: ignore[union-attr]
+    return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj") else 1
 
 
 def step_activation_bytes(

@@ -33,6 +33,8 @@ commands:
   generate   one prompt, one answer, no server
   plan       what `serve` would do with the same flags: every value and why, memory, kernels; starts nothing
   doctor     what this machine offers: memory, cores, compiler, which kernels run here and why others do not
+  cluster-check  whether the nodes of a job reach each other and can serve together: run it on each of them
+  compile    the GPU kernels of a launch, compiled ahead into a folder for all its nodes; needs no GPU
   bench      measurements: moe-engine bench one_batch | offline | serving
   experts    how unevenly recorded traffic used the experts, and what balancing would gain: moe-engine experts DUMP
   demo       print the folder of the model embedded in this package
@@ -142,10 +144,10 @@ def _serve(argv: Sequence[str], prog: str, explain: bool) -> int:
 
 def _explain(args: EngineArgs, as_json: bool) -> int:
     from moe_engine.config import explain
-    from moe_engine.config.launch_plan import choose_backends, prepare
+    from moe_engine.config.launch_plan import choose_backends, place_in_cluster, prepare
     from moe_engine.kernels.device import probe
 
-    config = prepare(args)
+    config = prepare(args, place=place_in_cluster())
     choices = choose_backends(config, probe(config.device))
     if as_json:
         print(json.dumps(explain.explain_json(config, choices), indent=2))
@@ -222,7 +224,7 @@ def _chat_prompt(config: ResolvedConfig, prompt: str) -> list[int] | None:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-# -- doctor, experts, demo, bench
+# -- doctor, cluster-check, experts, demo, bench
 
 
 def doctor(argv: Sequence[str], prog: str) -> int:
@@ -237,8 +239,20 @@ def doctor(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
+def cluster_check(argv: Sequence[str], prog: str) -> int:
+    from moe_engine.cluster_check import command
+
+    return command.main(argv, prog)
+
+
 def experts(argv: Sequence[str], prog: str) -> int:
     from moe_engine.experts_report import command
+
+    return command.main(argv, prog)
+
+
+def compile_kernels(argv: Sequence[str], prog: str) -> int:
+    from moe_engine.compile_kernels import command
 
     return command.main(argv, prog)
 
@@ -296,8 +310,10 @@ COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     "generate": generate,
     "plan": plan,
     "doctor": doctor,
+    "cluster-check": cluster_check,
     "bench": bench,
     "experts": experts,
+    "compile": compile_kernels,
     "demo": demo,
 }
 

@@ -8,6 +8,7 @@ Legend: R requests in a step, T tokens in a step, V vocabulary.
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,6 +120,39 @@ class SpeculationConfig:
     def num_slots(self, depth: int) -> int:
         """Slots that such a step needs for the request: the tree, or what the drafter tries on the way to it."""
         return max(self.num_nodes(depth), max(depth - 1, 0) * self.topk + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """Which steps are recorded as CUDA graphs before the first request.
+
+    `sizes`: requests of a decode step, ascending; none: nothing is recorded. `counts`: tokens of each request, more
+    than one where drafts are verified. Without `pad` only steps of exactly these sizes are replayed.
+    """
+
+    sizes: tuple[int, ...] = ()
+    counts: tuple[int, ...] = (1,)
+    pad: bool = True
+
+    def size_for(self, num_requests: int) -> int | None:
+        """The size that a step of so many requests is replayed with, if any."""
+        place = bisect.bisect_left(self.sizes, num_requests)
+        if place == len(self.sizes) or not (self.pad or self.sizes[place] == num_requests):
+            return None
+        return self.sizes[place]
+
+    def up_to(self, num_requests: int) -> GraphSettings:
+        """Without the sizes that no step will have."""
+        return GraphSettings(tuple(size for size in self.sizes if size <= num_requests), self.counts, self.pad)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.sizes) * len(self.counts)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest recorded step."""
+        return max(self.sizes, default=0) * max(self.counts)
 
 
 class Status(enum.IntEnum):
@@ -272,6 +306,50 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the schedulers that share a step's collectives tell each other of it. Sums over one attention group.
+
+    Attributes:
+        num_tokens: tokens of the target's forward; `num_logits`: those whose logits are needed.
+        prefills: whether it computes prompts.
+        num_drafting: decodes that drafts are made for, `depth` of them in a row.
+        prompt_logprobs: whether log-probabilities of prompt tokens may be wanted from this step.
+        first_half: tokens of the first half where the step can be cut in two; 0 where it cannot.
+        num_running: requests that decode, in this step or as soon as they get a turn.
+        num_waiting: requests with prompt tokens that are not in this step.
+        leaving: nothing runs here and nothing will: when all say so, all end.
+    """
+
+    num_tokens: int = 0
+    num_logits: int = 0
+    prefills: bool = False
+    num_drafting: int = 0
+    depth: int = 0
+    prompt_logprobs: bool = False
+    first_half: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    leaving: bool = False
+
+    @classmethod
+    def of(cls, plan: StepPlan, **more: Any) -> StepFacts:
+        """Of one group's plan; `more` fields are those that the plan does not tell."""
+        speculation, num = plan.speculation, plan.num_decodes
+        decodes = plan.counts[:num]
+        num_logits = sum(plan.samples) if speculation is None else sum(decodes) + sum(plan.samples[num:])
+        depth = speculation.depth if speculation is not None else 0
+        drafting = sum(count > 1 for count in decodes) if depth else 0
+        return cls(
+            num_tokens=plan.num_tokens,
+            num_logits=num_logits,
+            prefills=num < len(plan.rows),
+            num_drafting=drafting,
+            depth=depth if drafting else 0,
+            **more,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes; may be empty. Lists run over the R requests of the step, decodes first.
 
@@ -279,7 +357,7 @@ class StepPlan:
     counts[i] entries of `slots`. The first `num_decodes` requests take their first token from the device (the one last
     sampled for the row); the others' tokens stand in `input_ids`, flat. If samples[i], the last token's logits yield a
     new token. `finished_rows` may be forgotten by the worker, before `new_rows` are written. `speculation` changes how
-    decodes are read; see there.
+    decodes are read; see there. With DP attention `everybody` holds the facts of all groups' parts of the step.
     """
 
     number: int
@@ -294,6 +372,7 @@ class StepPlan:
     row_writes: list[RowWrite] = field(default_factory=list)
     finished_rows: list[int] = field(default_factory=list)
     speculation: Speculation | None = None
+    everybody: tuple[StepFacts, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -317,3 +396,5 @@ class StepResult:
     draft_seconds: float = 0.0
     """The part of `seconds` in which drafts were made; so `follow_seconds`, in which the drafter followed."""
     follow_seconds: float = 0.0
+    cuda_graph: bool = False
+    """Whether the model's forward was replayed from a recording."""

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from moe_engine.parallel.collectives import DistributedGroup, Group, SingleRank
+from moe_engine.parallel.collectives import DistributedGroup, Group, Observer, SingleRank
 from moe_engine.parallel.topology import RankLists, Topology
 
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.build import PhasedDispatcher
     from moe_engine.parallel.dispatch.protocol import DispatchShape
     from moe_engine.parallel.dispatch.tables import DispatchChoice
+    from moe_engine.parallel.expert_tables import ExpertTables
+    from moe_engine.parallel.overlap import Overlap
 
 ONE_RANK = Topology()
 ALONE: Group = SingleRank()
@@ -30,6 +32,7 @@ class ParallelContext:
             ep: those that hold the other experts. node, rails: of its host, and with its place on every host.
         dispatcher: moves tokens to the ranks of their experts; set where `topology.travels`, see `with_dispatcher`.
         decode_tokens: most that a rank brings to its decode mode.
+        experts: which slot holds which expert; None: rank r of G holds experts r * E/G and on, once each.
     """
 
     topology: Topology = ONE_RANK
@@ -42,6 +45,9 @@ class ParallelContext:
     rails: Group = ALONE
     dispatcher: PhasedDispatcher | None = None
     decode_tokens: int = 0
+    experts: ExpertTables | None = None
+    overlap: Overlap | None = None
+    """What is done while tokens travel; None: nothing."""
     process_group: Any = None
     """torch's own of the world, for libraries that want one."""
 
@@ -74,6 +80,11 @@ class ParallelContext:
         return self.topology.ep_rank(self.world_rank)
 
     @property
+    def redundant_experts(self) -> int:
+        """Slots beyond one for each expert."""
+        return 0 if self.experts is None else self.experts.num_redundant
+
+    @property
     def log_tag(self) -> str:
         """What opens a log line after the time: `` DP0 TP1``, only axes wider than one."""
         tag = f" DP{self.attn_dp_rank}" if self.attn_dp_size > 1 else ""
@@ -84,7 +95,12 @@ SINGLE = ParallelContext()
 
 
 def join(
-    topology: Topology, rank: int, timeout_s: float, device: torch.device | str = "cpu", backend: str | None = None
+    topology: Topology,
+    rank: int,
+    timeout_s: float,
+    device: torch.device | str = "cpu",
+    backend: str | None = None,
+    observe: Observer | None = None,
 ) -> ParallelContext:
     """The context of this rank. Collective over torch's default process group, whose size is `topology.tp_size`.
 
@@ -92,35 +108,39 @@ def join(
         timeout_s: after which an operation among ranks raises `PeerLost`.
         device: where the tensors live that travel.
         backend: of the process groups; None takes the default group's.
+        observe: is told of every operation, see `DistributedGroup`.
     """
     if topology.tp_size == 1:
         return ParallelContext(topology)
     if dist.get_world_size() != topology.tp_size:
         raise ValueError(f"torch.distributed has {dist.get_world_size()} ranks, --tp-size is {topology.tp_size}")
-    made: dict[tuple[int, ...], Any] = {}
+    made: dict[tuple[str, tuple[int, ...]], Any] = {}
 
-    def process_group(lists: RankLists) -> Any:
-        """This rank's of these groups; all ranks make all of them, in one order, and equal ones once."""
+    def process_group(lists: RankLists, use: str = "") -> Any:
+        """This rank's of these groups; all ranks make all of them, in one order, and equal ones once for each use."""
         for ranks in lists:
-            if len(ranks) > 1 and tuple(ranks) not in made:
-                made[tuple(ranks)] = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
-        return next(made.get(tuple(ranks)) for ranks in lists if rank in ranks)
+            if len(ranks) > 1 and (use, tuple(ranks)) not in made:
+                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
+                made[use, tuple(ranks)] = group
+        return next(made.get((use, tuple(ranks))) for ranks in lists if rank in ranks)
 
-    def group(lists: RankLists) -> Group:
-        found = process_group(lists)
-        return SingleRank(device) if found is None else DistributedGroup(found, timeout_s, device)
+    def group(lists: RankLists, observe: Observer | None = observe, use: str = "") -> Group:
+        found = process_group(lists, use)
+        return SingleRank(device) if found is None else DistributedGroup(found, timeout_s, device, observe)
 
     everybody = [list(range(topology.tp_size))]
     return ParallelContext(
         topology=topology,
         world_rank=rank,
         world=group(everybody),
-        attn_tp=group(topology.attn_tp_groups()),
+        # attention groups run as many of these as they have work for: what is told can then not be compared
+        attn_tp=group(topology.attn_tp_groups(), observe if topology.attn_dp_size == 1 else None),
         moe_tp=group(topology.moe_tp_groups()),
-        ep=group(topology.ep_groups()),
-        node=group(topology.node_groups()),
-        rails=group(topology.rail_groups()),
-        process_group=process_group(everybody),
+        # tokens may travel while others compute and meet: what they travel in is used for nothing else
+        ep=group(topology.ep_groups(), use="experts"),
+        node=group(topology.node_groups(), use="experts"),
+        rails=group(topology.rail_groups(), use="experts"),
+        process_group=process_group(everybody, "experts"),
     )
 
 

@@ -6,22 +6,28 @@ Legend: T tokens, D hidden, K experts per token, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts.protocol import ExpertsKernel, ExpertWeights, FusedExperts, FusedMoE, MoELayer
+from moe_engine.kernels.experts.protocol import (
+    ExpertBatch,
+    ExpertsKernel,
+    ExpertWeights,
+    FusedExperts,
+    FusedMoE,
+    MoELayer,
+)
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.layouts import GroupedLayout
 from moe_engine.parallel.dispatch.local import LocalDispatcher
 from moe_engine.parallel.dispatch.protocol import Phase, Tokens
-
-if TYPE_CHECKING:
-    from moe_engine.parallel.dispatch.build import PhasedDispatcher
+from moe_engine.parallel.overlap import Lane, Pending
 
 
 class RoutedExperts(Protocol):
@@ -30,8 +36,9 @@ class RoutedExperts(Protocol):
     ) -> Tensor:
         """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> add + sum_k w_k expert_k(x), [T, D].
 
-        The sum is over what this rank holds of the experts, or over all of them where tokens travel; `phase` is then
-        the mode of the dispatcher, the same on every rank.
+        Ids are slots, numbered over all ranks; a slot holds a copy of an expert (see `ExpertTables`). The sum is over
+        what this rank holds of the experts, or over all of them where tokens travel; `phase` is then the mode of the
+        dispatcher, the same on every rank.
         """
 
     def whole_layer(
@@ -42,9 +49,10 @@ class RoutedExperts(Protocol):
         shared: tuple[PreparedLinear, PreparedLinear] | None,
     ) -> partial[Tensor] | None:
         """x [T, D] -> routed plus shared experts [T, D] in one call, by what the kernel made of the weights
-        (its first argument); None where that takes several.
+        (its first argument), as `FusedMoE.run_layer`; None where that takes several.
 
-        gate [E, D] and bias [E] float32; `shared` holds the shared expert's gate and up, and its down.
+        gate [E, D] and bias [E] float32; `shared` holds the shared expert's gate and up, and its down. Slots must be
+        the experts themselves.
         """
 
 
@@ -61,40 +69,56 @@ class _InSeveralCalls:
         return None
 
 
+class Dispatches(Protocol):
+    """The face of `PhasedDispatcher`, and of the dispatcher of one rank."""
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[ExpertBatch, Any]: ...
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor: ...
+
+
 class DispatchedExperts(_InSeveralCalls):
-    """All experts on this rank: dispatch -> grouped matrix products -> combine."""
+    """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that takes its layout."""
 
-    def __init__(self, dispatcher: LocalDispatcher, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
+    def __init__(self, dispatcher: Dispatches, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
         self._dispatcher = dispatcher
         self._kernel = kernel
         self._weights = weights
-
-    def run(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
-    ) -> Tensor:
-        batch, handle = self._dispatcher.dispatch(x, topk_ids)
-        out = self._dispatcher.combine(self._kernel.run(batch, self._weights), topk_weights, handle)
-        return out if add is None else out.add_(add)
-
-
-class TravellingExperts(_InSeveralCalls):
-    """Experts on many ranks, to which tokens travel: any dispatcher with any kernel that takes its layout."""
-
-    def __init__(self, dispatcher: PhasedDispatcher, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
-        self._dispatcher = dispatcher
-        self._kernel = kernel
-        self._weights = weights
+        self.on_arrival: Callable[[Tensor], None] | None = None
+        """Told how many tokens arrived for each of this rank's slots, int32 [P/G]."""
 
     def run(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
         batch, handle = self._dispatcher.dispatch(x, topk_ids, topk_weights, phase)
+        if self.on_arrival is not None:
+            self.on_arrival(_rows_of_slots(batch))
         out = self._dispatcher.combine(self._kernel.run(batch, self._weights), topk_weights, handle)
         return out if add is None else out.add_(add)
 
+    # -- the same in parts, with communication in a lane
+
+    def send(self, lane: Lane, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, phase: Phase) -> Pending[Any]:
+        """Tokens set out."""
+        return lane.run(self._dispatcher.dispatch, x, topk_ids, topk_weights, phase)
+
+    def compute(self, lane: Lane, sent: Pending[Any], topk_weights: Tensor) -> Pending[Tensor]:
+        """Waits for what arrives, multiplies, and sends the results back."""
+        batch, handle = sent.wait()
+        if self.on_arrival is not None:
+            self.on_arrival(_rows_of_slots(batch))
+        return lane.run(self._dispatcher.combine, self._kernel.run(batch, self._weights), topk_weights, handle)
+
+
+def _rows_of_slots(batch: ExpertBatch) -> Tensor:
+    if batch.counts is not None:
+        return batch.counts
+    assert batch.offsets is not None
+    return batch.offsets.diff()
+
 
 class HeldExperts(_InSeveralCalls):
-    """Some of the experts, for tokens that every rank sees: choices of experts that others hold count nothing."""
+    """Some of the slots, for tokens that every rank sees: choices of slots that others hold count nothing."""
 
     def __init__(self, kernel: ExpertsKernel, weights: ExpertWeights, first: int) -> None:
         self._kernel = kernel
@@ -116,7 +140,7 @@ class FusedLocalExperts:
     """Tokens that need not travel, and a kernel that permutes, multiplies and combines in one call.
 
     Args:
-        first: the number of this rank's first expert; choices of experts that it does not hold count nothing.
+        first: the number of this rank's first slot; choices of slots of other ranks count nothing.
     """
 
     def __init__(self, kernel: FusedExperts, weights: ExpertWeights, first: int = 0) -> None:
@@ -148,7 +172,7 @@ def make_routed_experts(
 ) -> RoutedExperts:
     """The form for this rank: tokens travel where a dispatcher is, else fused where the kernel offers it."""
     if parallel.dispatcher is not None:
-        return TravellingExperts(parallel.dispatcher, kernel, weights)
+        return DispatchedExperts(parallel.dispatcher, kernel, weights)
     first = parallel.ep_rank * weights.num_experts
     if isinstance(kernel, FusedExperts):
         return FusedLocalExperts(kernel, weights, first)

@@ -32,18 +32,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"errors", "kernels", "parallel"},
     "scheduler": BASE,
     "tokenizer": BASE,
-    "config": BASE | {"kernels", "models", "tokenizer"},
+    "config": BASE | {"kernels", "parallel", "models", "tokenizer"},
     "worker": BASE | {"kernels", "parallel", "models"},
     "engine": BASE | {"logs", "config", "scheduler", "tokenizer", "worker", "models", "parallel", "kernels"},
     "experts_report": BASE | {"config", "parallel"},
+    "compile_kernels": BASE | {"config", "kernels", "models", "parallel"},
+    "cluster_check": BASE | {"config"},
     "server": BASE | {"logs", "config", "engine", "tokenizer", "experts_report"},
-    "cli": BASE | {"logs", "config", "engine", "server", "tokenizer", "kernels", "experts_report"},
+    "cli": BASE
+    | {"logs", "config", "engine", "server", "tokenizer", "kernels"}
+    | {"experts_report", "cluster_check", "compile_kernels"},
     "launch_server": {"cli"},
     "__init__": {"engine", "models"},
 }
 
 NO_TORCH_FILES = ("types", "sampling_checks", "errors", "logs", "cli", "launch_server", "__init__")
-NO_TORCH = ("scheduler", "tokenizer", "server", *NO_TORCH_FILES)
+NO_TORCH = ("scheduler", "tokenizer", "server", "cluster_check", *NO_TORCH_FILES)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "engine", "experts_report")
 VENDORS = {"triton", "flashinfer", "flash_mla", "flash_attn", "deep_ep", "deep_gemm", "nvshmem", "sgl_kernel"}
 
@@ -52,7 +56,9 @@ TOUCHES_CUDA = {"kernels/device.py", "moe_engine/config/machine.py", "moe_engine
 TESTS_DEVICE_TYPE = {"moe_engine/worker/device_stream.py"}
 READS_ENVIRONMENT = {
     "kernels/cpu/library.py",
+    "moe_engine/cluster_check/command.py",
     "moe_engine/config/doctor.py",
+    "moe_engine/config/launch_plan.py",
     "moe_engine/engine/core_main.py",
     "moe_engine/engine/rank_main.py",
     "moe_engine/engine/rank_world.py",

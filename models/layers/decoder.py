@@ -8,6 +8,7 @@ it, so a layer ends with the norm that the next one (or the head) starts from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from moe_engine.models.layers.embedding import Embedding, Head
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_moves, with_sizes
+from moe_engine.models.layers.stages import Stages, take_turns
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
@@ -68,6 +70,8 @@ class Decoder:
         max_positions: int | None = None,
     ) -> None:
         self.config = config
+        self.at_layer = 0
+        """The layer that a forward is at, or ended with; for whoever asks where a rank is."""
         self.backends = backends
         self.parallel = parallel
         self.rotary = make_rotary_table(config.rope, max_positions or config.context_length, reader.device)
@@ -121,8 +125,23 @@ class Decoder:
         args = self.step_args(batch)
         residual = self.embedding(batch.input_ids)  # [T, D]
         hidden = self._first_norm(residual)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            self.at_layer = index
             hidden = layer.forward(hidden, residual, *args)
+        return hidden
+
+    def forward_in_turns(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
+        """`forward` of parts of a step, each computing while tokens of another are on their way to experts."""
+        return take_turns([self._stages(batch) for batch in batches])
+
+    def _stages(self, batch: ForwardBatch) -> Stages:
+        args = self.step_args(batch)
+        residual = self.embedding(batch.input_ids)
+        hidden = self._first_norm(residual)
+        for index, layer in enumerate(self.layers):
+            self.at_layer = index
+            assert isinstance(layer, ShardedLayer)
+            hidden = yield from layer.stages(hidden, residual, *args)
         return hidden
 
     def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:

@@ -5,24 +5,29 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.experts.protocol import ExpertsKernel, ExpertWeights
+from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertsKernel, ExpertWeights
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.layers.mlp import MLP
+from moe_engine.models.layers.stages import Stages, finish
 from moe_engine.models.load_threads import for_each
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
-from moe_engine.parallel.experts import make_routed_experts
+from moe_engine.parallel.experts import DispatchedExperts, make_routed_experts
 from moe_engine.parallel.share import WHOLE, Share
 from moe_engine.parallel.token_moves import TokenLayout
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.recording.recorder import ExpertRecorder
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class MoE:
     def __init__(
         self,
         config: ModelConfig,
+        layer_index: int,
         backends: Backends,
         reader: WeightSource,
         parallel: ParallelContext,
@@ -69,36 +75,102 @@ class MoE:
         moe = config.moe
         assert moe is not None
         hidden, wide = config.hidden_size, torch.float32
+        self.layer_index = layer_index
         self._spec = router_spec(moe)
         self._gate = reader.tensor(f"{prefix}.gate.weight", (moe.num_experts, hidden), dtype=wide)  # [E, D]
         bias = f"{prefix}.gate.e_score_correction_bias"
         self._bias = reader.tensor(bias, (moe.num_experts,), dtype=wide) if moe.has_bias else None
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
-        weights = load_experts(
+        self._tables = parallel.experts
+        self.weights = load_experts(
             backends.experts, reader, f"{prefix}.experts", moe, hidden, names or ExpertNames(),
-            Share.of(parallel.ep), Share.of(parallel.moe_tp),
+            held_experts(moe, layer_index, parallel), Share.of(parallel.moe_tp),
         )  # fmt: skip
-        self._routed = make_routed_experts(backends.experts, weights, parallel)
+        """Of the experts in this rank's slots."""
+        self._routed = make_routed_experts(backends.experts, self.weights, parallel)
         share, shared = WHOLE if travels else Share.of(parallel.world), f"{prefix}.shared_experts"
         self._shared = None
         if moe.shared_width:
             self._shared = MLP(backends, reader, shared, hidden, moe.shared_width, share=share)
         self._route = backends.ops.route
         shared_weights = None if self._shared is None else self._shared.weights
-        self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
+        self._whole = None
+        if self._tables is None:
+            self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
+        self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
+        self._recorder: ExpertRecorder | None = None
 
     @property
     def fused(self) -> Any | None:
         """What the kernel runs the whole layer with, where it does so in one call."""
         return None if self._whole is None else self._whole.args[0]
 
+    def record(self, recorder: ExpertRecorder) -> None:
+        """Leaves the choices of every pass with the recorder while it counts."""
+        self._recorder = recorder
+        if recorder.wants_arrivals and isinstance(self._routed, DispatchedExperts):
+
+            def arrived(counts: Tensor) -> None:
+                if recorder.counting:
+                    recorder.on_dispatch(self.layer_index, counts)
+
+            self._routed.on_arrival = arrived
+
     def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
+        recorder = self._recorder if self._recorder is not None and self._recorder.counting else None
         if self._whole is not None:
-            return self._whole(x)
-        weights, ids = self._route(x, self._gate, self._bias, self._spec)  # [T, K]
+            if recorder is None:
+                return self._whole(x)
+            ids = recorder.room_for(len(x))
+            out = self._whole(x, ids)
+            recorder.on_select(self.layer_index, ids)
+            return out
+        if self._overlap is not None and self._overlap.shared_expert:
+            return finish(self.stages(x, phase))
+        weights, ids = self._choose(x)
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(x, weights, ids, shared, phase)
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and slots [T, K]."""
+        weights, ids = self._route(x, self._gate, self._bias, self._spec)
+        if self._tables is not None:
+            ids = self._tables.to_physical(self.layer_index, ids)
+        if self._recorder is not None and self._recorder.counting:
+            self._recorder.on_select(self.layer_index, ids)
+        return weights, ids
+
+    def stages(self, x: Tensor, phase: Phase = "prefill") -> Stages:
+        """`forward`, stopping where tokens are on their way and something else can be computed."""
+        routed, overlap = self._routed, self._overlap
+        if overlap is None or not isinstance(routed, DispatchedExperts):
+            return self.forward(x, phase)
+        weights, ids = self._choose(x)
+        sent = routed.send(overlap.lane, x, weights, ids, phase)
+        shared = None if self._shared is None else self._shared.forward(x)
+        yield
+        back = routed.compute(overlap.lane, sent, weights)
+        yield
+        out = back.wait()
+        return out if shared is None else out.add_(shared)
+
+
+def held_experts(moe: MoEConfig, layer_index: int, parallel: ParallelContext) -> list[int]:
+    """The expert in each of this rank's slots."""
+    if parallel.experts is not None:
+        return parallel.experts.held(layer_index)
+    count = Share.of(parallel.ep).width(moe.num_experts)
+    return list(range(parallel.ep.rank * count, (parallel.ep.rank + 1) * count))
+
+
+class Projection(NamedTuple):
+    """A weight of an expert: its name, its whole shape, and the part of it that is wanted."""
+
+    name: str
+    shape: tuple[int, int]
+    rows: slice | None = None
+    cols: slice | None = None
 
 
 def load_experts(
@@ -108,28 +180,53 @@ def load_experts(
     moe: MoEConfig,
     hidden: int,
     names: ExpertNames,
-    experts: Share = WHOLE,
+    held: Sequence[int],
     part: Share = WHOLE,
 ) -> ExpertWeights:
-    """Fills this rank's `part` of its `experts`, each through one expert's worth of scratch memory (a thread)."""
+    """Fills the slots with this rank's `part` of the experts `held`; each is read once, however many slots hold it.
+
+    Block-FP8 experts stay as they are stored where the kernel multiplies with them and the part cuts no block; others
+    go through one expert's worth of scratch memory (a thread).
+    """
     width, cut = part.width(moe.width), part.cut(moe.width)
-    count = experts.width(moe.num_experts)
-    first = experts.rank * count
-    weights = kernel.allocate(count, hidden, width, reader.dtype, reader.device)
+    slots: dict[int, list[int]] = {}
+    for slot, expert in enumerate(held):
+        slots.setdefault(expert, []).append(slot)
+    experts = list(slots)
+
+    def projections(expert: int) -> list[Projection]:
+        """Gate, up and down."""
+        name, wide = f"{prefix}.{expert}", (moe.width, hidden)
+        down = Projection(f"{name}.{names.down}", (hidden, moe.width), cols=cut)
+        return [Projection(f"{name}.{names.gate}", wide, cut), Projection(f"{name}.{names.up}", wide, cut), down]
 
     def scratch() -> tuple[Tensor, Tensor, Tensor]:
         flat = torch.empty(3, width * hidden, dtype=reader.dtype, device=reader.device)
         return flat[0].view(width, hidden), flat[1].view(width, hidden), flat[2].view(hidden, width)
 
     def load(index: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        expert = f"{prefix}.{first + index}"
-        for name, out in zip((names.gate, names.up), parts):
-            reader.linear(f"{expert}.{name}", (moe.width, hidden), rows=cut, out=out)
-        reader.linear(f"{expert}.{names.down}", (hidden, moe.width), cols=cut, out=parts[2])
-        kernel.load_expert(weights, index, *parts)
+        for (name, shape, rows, cols), out in zip(projections(experts[index]), parts):
+            reader.linear(name, shape, rows=rows, cols=cols, out=out)
+        for slot in slots[experts[index]]:
+            kernel.load_expert(weights, slot, *parts)
 
-    for_each(count, scratch, load)
-    for expert in (*range(first), *range(first + count, moe.num_experts)):
-        for name in (names.gate, names.up, names.down):
-            reader.skip(f"{prefix}.{expert}.{name}.weight")
+    def load_blocks(index: int, nothing: None) -> None:
+        assert isinstance(kernel, BlockScaledExperts)
+        gate, up, down = (
+            reader.blocks(name, shape, rows=rows, cols=cols) for name, shape, rows, cols in projections(experts[index])
+        )
+        for slot in slots[experts[index]]:
+            kernel.load_expert_blocks(weights, slot, gate, up, down)
+
+    if isinstance(kernel, BlockScaledExperts) and all(
+        reader.keeps_blocks(name, shape, rows=rows, cols=cols) for name, shape, rows, cols in projections(experts[0])
+    ):
+        weights = kernel.allocate_blocks(len(held), hidden, width, reader.device, reader.power_of_two)
+        for_each(len(experts), lambda: None, load_blocks)
+    else:
+        weights = kernel.allocate(len(held), hidden, width, reader.dtype, reader.device)
+        for_each(len(experts), scratch, load)
+    for expert in sorted(set(range(moe.num_experts)).difference(experts)):
+        for projection in projections(expert):
+            reader.skip(f"{projection.name}.weight")
     return weights

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.stages import Staged, Stages, finish
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.token_moves import Shares, TokenLayout, TokenMoves, Whole
@@ -37,13 +38,21 @@ class ShardedLayer:
         self._moves = moves
 
     def forward(self, hidden: Tensor, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
+        return finish(self.stages(hidden, residual, batch, *more, staged=False))
+
+    def stages(self, hidden: Tensor, residual: Tensor, batch: ForwardBatch, *more: Any, staged: bool = True) -> Stages:
+        """`forward`, stopping where tokens are on their way to and from experts."""
         step, moves = batch.sizes, self._moves
         assert step is not None
         if len(hidden):
             hidden = moves.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = moves.residual_rows(residual, step)  # [S, D]
         hidden = moves.enter(self.post_norm.add(hidden, rows), step)
-        hidden = moves.leave(self.feed_forward.forward(hidden, step.phase), step)
+        if staged and isinstance(self.feed_forward, Staged):
+            hidden = yield from self.feed_forward.stages(hidden, step.phase)
+        else:
+            hidden = self.feed_forward.forward(hidden, step.phase)
+        hidden = moves.leave(hidden, step)
         return moves.to_attention(self.next_norm.add(hidden, rows), step)
 
 

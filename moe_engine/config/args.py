@@ -9,12 +9,15 @@ from functools import lru_cache
 from typing import Any
 
 from moe_engine.config.backends import BackendArgs
+from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import Parser, add_flags, parse_flags
+from moe_engine.config.graphs import GraphArgs
 from moe_engine.config.later import DROPPED, LATER, SATISFIED, LaterFlag
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.config.model import ModelArgs
+from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.config.speculative import SpeculativeArgs
@@ -23,7 +26,10 @@ from moe_engine.errors import ConfigError
 
 PARTS: dict[str, type] = {
     "model": ModelArgs,
+    "parallel": ParallelArgs,
+    "experts": ExpertArgs,
     "memory": MemoryArgs,
+    "graphs": GraphArgs,
     "scheduling": SchedulingArgs,
     "speculative": SpeculativeArgs,
     "backends": BackendArgs,
@@ -40,7 +46,10 @@ class EngineArgs:
     """
 
     model: ModelArgs = field(default_factory=ModelArgs)
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    experts: ExpertArgs = field(default_factory=ExpertArgs)
     memory: MemoryArgs = field(default_factory=MemoryArgs)
+    graphs: GraphArgs = field(default_factory=GraphArgs)
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
     speculative: SpeculativeArgs = field(default_factory=SpeculativeArgs)
     backends: BackendArgs = field(default_factory=BackendArgs)

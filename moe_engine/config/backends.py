@@ -46,7 +46,7 @@ class BackendArgs:
         choices=_attention,
         synonyms=CPU_SYNONYMS,
         later=dict.fromkeys(
-            ("triton", "flashinfer", "flashmla", "fa3", "fa4", "flex_attention", "dsa", "nsa", "qsa", "dsv4",
+            ("triton", "fa4", "flex_attention", "dsa", "nsa", "qsa", "dsv4",
              "trtllm_mla", "trtllm_mha", "cutedsl_mla", "cutlass_mla", "aiter", "wave", "ascend", "intel_xpu"),
             GPU,
         ),
@@ -57,7 +57,7 @@ class BackendArgs:
         choices=_experts,
         synonyms=CPU_SYNONYMS,
         later=dict.fromkeys(
-            ("triton", "triton_kernel", "deep_gemm", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl",
+            ("triton", "triton_kernel", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl",
              "flashinfer_mxfp4", "cutlass", "marlin"),
             GPU,
         ),
@@ -69,7 +69,7 @@ class BackendArgs:
         "Drawing tokens from logits. pytorch means the torch row.",
         choices=_sampling,
         synonyms={"pytorch": "torch"},
-        later=dict.fromkeys(("flashinfer", "ascend", "intel_xpu"), GPU),
+        later=dict.fromkeys(("ascend", "intel_xpu"), GPU),
     )
     enable_deterministic_inference: bool = flag(
         False,

@@ -26,6 +26,15 @@ LEAST = {
     "log_requests_level": 0,
     "decode_log_interval": 1,
     "port": 0,
+    "cuda_graph_max_bs_decode": 1,
+    "dp_size": 1,
+    "base_gpu_id": 0,
+    "gpu_id_step": 1,
+    "dist_timeout": 1,
+    "max_dispatch_tokens_per_rank": 1,
+    "ep_num_redundant_experts": 0,
+    "eplb_rebalance_num_iterations": 1,
+    "eplb_rebalance_layers_per_chunk": 1,
 }
 MOST = {"log_requests_level": 3, "port": 65535}
 

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moe_engine.config import doctor_libraries
 from moe_engine.config.ledger import gb
 from moe_engine.config.machine import probe_machine
 from moe_engine.kernels import tables
@@ -25,6 +26,7 @@ FAMILIES = {
     "experts": "EXPERTS",
     "attention (MLA)": "MLA",
     "attention (GQA)": "GQA",
+    "sampling": "SAMPLING",
 }
 LEAST_FILES = 4096
 
@@ -34,6 +36,7 @@ def examine() -> dict[str, Any]:
     machine = probe_machine()
     host = machine if machine.device == "cpu" else probe_machine("cpu")
     cpu = cpu_device()
+    libraries = doctor_libraries.libraries(machine.device)
     return {
         "device": {"kind": machine.device, "name": machine.device_name, "reason": machine.device_reason},
         "memory": {
@@ -53,7 +56,8 @@ def examine() -> dict[str, Any]:
         "system": {"os": platform.platform(), "python": platform.python_version()},
         "packages": {name: _version(name) for name in PACKAGES},
         "kernels": _kernels(_device(machine.device, cpu)),
-        "problems": _problems(cpu),
+        "libraries": libraries,
+        "problems": [*_problems(cpu), *doctor_libraries.problems(libraries)],
     }
 
 
@@ -139,6 +143,7 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["", "kernels (bfloat16):"]
     for family, table in found["kernels"].items():
         lines += [f"  {family:<16} {name:<10} {verdict}" for name, verdict in table.items()]
+    lines += ["", "GPU libraries:", *(f"  {name:<18} {verdict}" for name, verdict in found["libraries"].items())]
     problems = found["problems"]
     lines += ["", "problems:" if problems else "no problems found", *(f"  {text}" for text in problems)]
     return "\n".join(lines)

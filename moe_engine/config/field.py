@@ -23,6 +23,7 @@ class Flag:
         choices: allowed values, or a function that lists them (so that a table can own them).
         synonyms: values of SGLang that mean one of ours (``half`` -> ``float16``).
         later: values users of SGLang know that a later part brings, each with the name of that part.
+        many: takes several words (``1 2 4``), which are joined by spaces.
         parse: turns the text of the command line into the value; the type's own parser when None.
     """
 
@@ -33,6 +34,7 @@ class Flag:
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     later: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metavar: str | None = None
+    many: bool = False
     parse: Callable[[str], Any] | None = None
 
     def allowed(self) -> tuple[str, ...] | None:

@@ -14,7 +14,10 @@ from moe_engine.errors import ConfigError
 
 GROUPS = {
     "ModelArgs": "model",
+    "ParallelArgs": "ranks and nodes",
+    "ExpertArgs": "experts",
     "MemoryArgs": "memory",
+    "GraphArgs": "CUDA graphs",
     "SchedulingArgs": "scheduling",
     "SpeculativeArgs": "speculative decoding",
     "BackendArgs": "backends",
@@ -69,6 +72,8 @@ def _add_field(group: argparse._ArgumentGroup, info: FieldInfo) -> None:
         group.add_argument(*info.spellings, action=_Store, info=info, nargs=0, **options)
         return
     metavar = info.flag.metavar or ("{" + ",".join(allowed) + "}" if allowed else info.name.upper())
+    if info.flag.many:
+        options["nargs"] = "+"
     group.add_argument(*info.spellings, action=_Store, info=info, metavar=metavar, **options)
 
 

@@ -67,62 +67,27 @@ def _switches(part: str, *names: str) -> list[LaterFlag]:
     return [LaterFlag(name, SWITCH, part) for name in names]
 
 
-MANY_RANKS = "many-rank support"
-GRAPHS = "CUDA graphs"
+MANY_RANKS = "more forms of parallelism"
+GRAPHS = "CUDA graphs of prompts"
+COMPILED = "torch.compile"
 
 _PARALLEL = [
     *_rows(
         MANY_RANKS,
-        ("tp_size", 1, ("--tensor-parallel-size", "--tp")),
-        ("dp_size", 1, ("--data-parallel-size", "--dp")),
-        ("attn_dp_size", 1),
-        ("ep_size", 1, ("--expert-parallel-size", "--ep")),
         ("pp_size", 1, ("--pipeline-parallel-size", "--pp")),
         ("attn_cp_size", 1),
         ("moe_dp_size", 1),
-        ("nnodes", 1),
-        ("node_rank", 0),
-        ("dist_init_addr", None, ("--nccl-init-addr",)),
-        ("dist_timeout", None),
         ("nccl_port", None),
-        ("base_gpu_id", 0),
-        ("gpu_id_step", 1),
-        ("load_balance_method", "auto", (), ("round_robin",)),
-        ("moe_dense_tp_size", None),
-        ("moe_a2a_backend", "none"),
-        ("deepep_mode", "auto"),
         ("deepep_config", None),
-        ("tbo_token_distribution_threshold", 0.48),
     ),
     *_switches(
         MANY_RANKS,
-        "enable_dp_attention",
-        "enable_dp_lm_head",
         "enable_tp_lm_head_all_to_all",
-        "enable_two_batch_overlap",
-        "enable_single_batch_overlap",
         "enable_nccl_nvls",
         "enable_symm_mem",
         "enable_mscclpp",
         "enable_p2p_check",
     ),
-]
-
-_EXPERT_BALANCE = [
-    *_rows(
-        "expert load balancing",
-        ("ep_num_redundant_experts", 0),
-        ("ep_dispatch_algorithm", None, (), ("static",)),
-        ("init_expert_location", "trivial"),
-        ("eplb_algorithm", "auto"),
-        ("eplb_rebalance_num_iterations", 1000),
-        ("eplb_rebalance_layers_per_chunk", None),
-        ("eplb_min_rebalancing_utilization_threshold", 1.0),
-        ("expert_distribution_recorder_mode", None),
-        ("expert_distribution_recorder_buffer_size", None),
-        ("expert_balancedness_report_mode", "off"),
-    ),
-    *_switches("expert load balancing", "enable_eplb", "enable_expert_distribution_metrics"),
 ]
 
 _SPECULATION = [
@@ -161,7 +126,7 @@ _MEMORY = [
     ),
     LaterFlag("enable_hierarchical_cache", SWITCH, "the hierarchical KV cache", ("--enable-hicache",)),
     *_rows("weights kept in RAM", ("cpu_offload_gb", 0)),
-    *_rows("FP8 KV cache", ("quantization_param_path", None)),
+    *_rows("FP8 scales from a file", ("quantization_param_path", None)),
     *_rows(
         "other eviction and retraction policies",
         ("radix_eviction_policy", "lru"),
@@ -215,20 +180,18 @@ _TEXT = [
 _GRAPHS = [
     *_rows(
         GRAPHS,
-        ("cuda_graph_max_bs_decode", None, ("--cuda-graph-max-bs",)),
         ("cuda_graph_max_bs_prefill", None),
-        ("cuda_graph_bs_decode", None, ("--cuda-graph-bs",)),
         ("cuda_graph_bs_prefill", None),
         ("cuda_graph_config", None),
-        ("cuda_graph_backend_decode", None, (), ("disabled",)),
         ("cuda_graph_backend_prefill", None, (), ("disabled",)),
-        ("torch_compile_max_bs", 32),
         ("triton_attention_num_kv_splits", 8),
         ("prefill_attention_backend", None),
         ("decode_attention_backend", None),
         ("fp8_gemm_runner_backend", "auto", ("--fp8-gemm-backend",)),
     ),
-    *_switches(GRAPHS, "enable_torch_compile", "triton_attention_reduce_in_fp32", "enable_profile_cuda_graph"),
+    *_switches(GRAPHS, "triton_attention_reduce_in_fp32", "enable_profile_cuda_graph"),
+    *_rows(COMPILED, ("torch_compile_max_bs", 32)),
+    *_switches(COMPILED, "enable_torch_compile"),
     *_switches("shared experts fused into the routed ones", "enforce_shared_experts_fusion"),
     *_switches("the GPU backends", "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache"),
 ]
@@ -296,14 +259,10 @@ _MORE = [
 ]
 
 LATER: dict[str, LaterFlag] = {
-    row.name: row
-    for group in (_PARALLEL, _EXPERT_BALANCE, _SPECULATION, _MEMORY, _SPLIT, _TEXT, _GRAPHS, _MORE)
-    for row in group
+    row.name: row for group in (_PARALLEL, _SPECULATION, _MEMORY, _SPLIT, _TEXT, _GRAPHS, _MORE) for row in group
 }
 
 SATISFIED: dict[str, str] = {
-    "disable_cuda_graph": "there are no CUDA graphs yet: every step is launched eagerly",
-    "disable_cuda_graph_padding": "there are no CUDA graphs yet: no batch is padded",
     "disable_custom_all_reduce": "one rank reduces nothing",
     "disable_outlines_disk_cache": "there is no grammar cache",
     "skip_server_warmup": "the server sends itself no request: kernels are warm before it listens",
@@ -315,10 +274,8 @@ DROPPED: dict[str, str] = {
     "prefill_only_one_req": "use --prefill-max-requests 1",
     "disable_jump_forward": "leave it out: there is no jump-forward decoding",
     "disable_mla": "leave it out: DeepSeek models always use their latent KV cache",
-    "enable_ep_moe": "use --ep-size N (comes with many-rank support)",
-    "enable_deepep_moe": "use --moe-a2a-backend deepep (comes with many-rank support)",
-    "enable_flashinfer_mla": "use --attention-backend flashinfer (comes with the GPU backends)",
-    "enable_flashmla": "use --attention-backend flashmla (comes with the GPU backends)",
+    "enable_flashinfer_mla": "use --attention-backend flashinfer",
+    "enable_flashmla": "use --attention-backend flashmla",
     "enable_llama4_multimodal": "use --enable-multimodal (comes with multimodal models)",
     "n_share_experts_fusion": "leave it out",
     "enable_double_sparsity": "leave it out: Double Sparsity attention is gone",
@@ -332,5 +289,5 @@ DROPPED: dict[str, str] = {
     "debug_tensor_dump_inject": "leave it out",
     "num_continuous_decode_steps": "leave it out: SGLang never read it either",
     "disable_fast_image_processor": "use --image-processor-backend pil (comes with multimodal models)",
-    "enable_piecewise_cuda_graph": "use --cuda-graph-backend-prefill (comes with CUDA graphs)",
+    "enable_piecewise_cuda_graph": "use --cuda-graph-backend-prefill (comes with CUDA graphs of prompts)",
 }

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.checkpoint import locate, sums
+from moe_engine.config.cluster_env import ClusterPlace, find_place
 from moe_engine.config.draft_model import load_draft
 from moe_engine.config.machine import Machine, probe_machine
 from moe_engine.config.resolve import ResolvedConfig, resolve
@@ -23,6 +25,7 @@ from moe_engine.kernels.registry import Choice
 from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
 from moe_engine.models.config import ModelConfig, load_model_config
 from moe_engine.models.header_check import check_headers
+from moe_engine.parallel.recording.config import recorder_directory
 
 SEED_BITS = 30
 FLAGS = {
@@ -38,8 +41,18 @@ SUMMING = ("linear", "experts", "attention")
 """Families whose results depend on the order of their sums."""
 
 
-def prepare(args: EngineArgs, machine: Machine | None = None) -> ResolvedConfig:
+def place_in_cluster() -> ClusterPlace | None:
+    """What SLURM or torchrun say of this process, for a server; None where they did not start it."""
+    return find_place(os.environ)
+
+
+def prepare(
+    args: EngineArgs, machine: Machine | None = None, *, place: ClusterPlace | None = None
+) -> ResolvedConfig:
     """Does the reading that `resolve` must not do, then resolves. Call it once, in the process that starts the engine.
+
+    Args:
+        place: of this process among those of a server on several machines.
 
     Raises:
         ConfigError: as `resolve`; or no such checkpoint, an unsupported model, missing or truncated weight files, or a
@@ -59,6 +72,8 @@ def prepare(args: EngineArgs, machine: Machine | None = None) -> ResolvedConfig:
         checkpoint=sums(files, model.num_layers) if files else None,
         draft=draft,
         drawn_seed=secrets.randbits(SEED_BITS),
+        place=place,
+        dump_directory=recorder_directory(os.environ),
     )
     if files is not None:
         uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"

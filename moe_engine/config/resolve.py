@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_engine.config import contradictions
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.checkpoint import CheckpointFacts
+from moe_engine.config.cluster_env import ClusterPlace
 from moe_engine.config.decisions import Decision, Record
 from moe_engine.config.ledger import MemoryLedger
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.machine import Machine
+from moe_engine.config.resolve_experts import resolve_experts
+from moe_engine.config.resolve_graphs import resolve_graphs
+from moe_engine.config.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.config.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.config.sizing import CPU_MAX_RUNNING, GPU_MAX_RUNNING, Sizing, SizingInput, StepShape, size_memory
 from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.demo import CHECKPOINT_DIR
-from moe_engine.types import SpeculationConfig
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.types import GraphSettings, SpeculationConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CPU_CHUNK = 2048
@@ -29,6 +35,9 @@ CPU_CHUNK = 2048
 GPU_CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 INPUT_MARGIN = 5
 """A prompt must leave room for so many further tokens (SGLang's margin)."""
+
+DP_CONSERVATIVENESS = 0.3
+"""Factor with DP attention, as SGLang's: a group is small, and waits for the others if it is idle."""
 
 DEMO_NAME = "demo"
 DEMO_PARSERS = {"reasoning_parser": "deepseek-v3", "tool_call_parser": "deepseekv31"}
@@ -40,10 +49,12 @@ class ResolvedConfig:
     """The configuration of one engine: concrete, frozen, and small enough to be pickled to its processes.
 
     `args` is what was asked for; its `scheduling`, `logging` and `server` parts leave nothing open and are used as they
-    are. `chunked_prefill_size` -1 means no chunking. Sizes are tokens.
+    are. `chunked_prefill_size` -1 means no chunking. Sizes are tokens. Of many ranks, sizes and the ledger are one
+    rank's, and those of requests one attention group's.
     """
 
     args: EngineArgs
+    parallel: ParallelPlan
     model: ModelConfig
     machine: Machine
     model_path: str
@@ -57,6 +68,7 @@ class ResolvedConfig:
     chunked_prefill_size: int
     max_prefill_tokens: int
     max_running_requests: int
+    schedule_conservativeness: float
     mem_fraction_static: float
     random_seed: int
     cpu_threads: int
@@ -67,6 +79,10 @@ class ResolvedConfig:
     """None: one token a step."""
     draft_model: ModelConfig | None = None
     """Of the folder `speculation.draft_model_path`, where there is one."""
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    """Where they stand, and what is recorded of them."""
+    graphs: GraphSettings = field(default_factory=GraphSettings)
+    """Steps that are recorded on an accelerator."""
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -127,6 +143,8 @@ def resolve(
     checkpoint: CheckpointFacts | None = None,
     draft: DraftModel | None = None,
     drawn_seed: int = 0,
+    place: ClusterPlace | None = None,
+    dump_directory: Path = Path(),
 ) -> ResolvedConfig:
     """Makes everything concrete. Pure: the same arguments give the same configuration.
 
@@ -135,6 +153,8 @@ def resolve(
         checkpoint: sums over the weight files, where there are any.
         draft: the model that --speculative-draft-model-path names.
         drawn_seed: the seed to use when the user gave none.
+        place: what the cluster that started this process says of its nodes.
+        dump_directory: where recorded experts are written to.
 
     Raises:
         ConfigError: a value out of range, flags that contradict each other (both are named), or a launch that does not
@@ -144,21 +164,31 @@ def resolve(
     record = Record()
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
+    parallel = resolve_parallel(args, model, device, place, record)
+    experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
     dtype = _dtype(args, model, machine, record)
     kv_dtype = _kv_dtype(args, dtype, record)
     _check_quantization(args, model, record)
     context_len = _context_len(args, model, record)
     page_size = args.memory.page_size or record.note("page_size", 1, "every backend here works on single tokens")
-    chunk = _chunk(args, machine, page_size, record)
+    chunk = _chunk(args, machine, page_size, parallel.topology.attn_dp_size, record)
     speculation = resolve_speculation(args, model, draft, context_len, record)
+    _check_shared_drafts(speculation, model, parallel)
     if speculation is None or speculation.draft_model_path is None:
         draft = None
-    sizing = _size(args, model, machine, dtype, context_len, page_size, chunk, checkpoint, speculation, draft)
+    own_part = _own_part(machine, parallel)
+    running = _most_running(args, machine, parallel)
+    graphs = resolve_graphs(args, own_part, parallel, experts, speculation, running, record)
+    sizing = _size(
+        args, model, own_part, dtype, kv_dtype, context_len, page_size, chunk, checkpoint, speculation, draft, parallel,
+        experts, running, graphs,
+    )  # fmt: skip
     _note_sizes(args, sizing, record)
     seed = args.model.random_seed
     threads = args.backends.cpu_threads
     return ResolvedConfig(
         args=_with_demo_parsers(args, path, record),
+        parallel=parallel,
         model=model,
         machine=machine,
         model_path=path,
@@ -172,14 +202,84 @@ def resolve(
         chunked_prefill_size=chunk,
         max_prefill_tokens=args.memory.max_prefill_tokens,
         max_running_requests=sizing.max_running_requests,
+        schedule_conservativeness=_conservativeness(args, parallel, record),
         mem_fraction_static=sizing.mem_fraction_static,
         random_seed=record.note("random_seed", drawn_seed, "drawn at start") if seed is None else seed,
-        cpu_threads=threads or record.note("cpu_threads", machine.cores, "physical cores this process may use"),
+        cpu_threads=threads or record.note("cpu_threads", own_part.cores, _cores_reason(parallel)),
         ledger=sizing.ledger,
         decisions=tuple(record.decisions),
         notes=(*contradictions.remarks(args), *record.remarks, *_size_remarks(context_len, sizing)),
         speculation=speculation,
         draft_model=draft.config if draft is not None else None,
+        experts=experts,
+        graphs=graphs.up_to(sizing.max_running_requests),
+    )
+
+
+def _most_running(args: EngineArgs, machine: Machine, parallel: ParallelPlan) -> int:
+    """Requests of a step of one attention group, before the ledger says how many tokens there are."""
+    memory, groups = args.memory, parallel.topology.attn_dp_size
+    if memory.max_running_requests:
+        return max(1, memory.max_running_requests // groups)
+    cap = max(1, (CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING) // groups)
+    return cap if memory.max_total_tokens is None else max(1, min(cap, memory.max_total_tokens // 2))
+
+
+def _check_shared_drafts(speculation: SpeculationConfig | None, model: ModelConfig, parallel: ParallelPlan) -> None:
+    """With DP attention every forward that drafts is shared by all groups, so its sizes must be known beforehand."""
+    groups = parallel.topology.attn_dp_size
+    if speculation is None or speculation.method != "nextn" or groups == 1:
+        return
+    if speculation.topk > 1:
+        raise ConfigError(
+            f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: trees of MTP drafts are for "
+            "one attention group; use --speculative-eagle-topk 1, or NGRAM"
+        )
+    if model.num_nextn_predict_layers > 1:
+        raise ConfigError(
+            f"--speculative-algorithm NEXTN with --attn-dp-size {groups}: {model.source} has "
+            f"{model.num_nextn_predict_layers} MTP layers, and several are for one attention group; use NGRAM, or no "
+            "DP attention"
+        )
+
+
+def _own_part(machine: Machine, parallel: ParallelPlan) -> Machine:
+    """What one rank has of the machine. Each has a GPU of its own, but a host's memory and cores are shared."""
+    ranks = parallel.ranks_per_node
+    cores = max(1, machine.cores // ranks)
+    if machine.device != "cpu" or ranks == 1:
+        return dataclasses.replace(machine, cores=cores)
+    return dataclasses.replace(
+        machine,
+        total_bytes=machine.total_bytes // ranks,
+        available_bytes=machine.available_bytes // ranks,
+        cores=cores,
+        source=f"{machine.source}, shared by {ranks} ranks",
+    )
+
+
+def _cores_reason(parallel: ParallelPlan) -> str:
+    ranks = parallel.ranks_per_node
+    return "physical cores this process may use" + (f", shared by {ranks} ranks" if ranks > 1 else "")
+
+
+def _conservativeness(args: EngineArgs, parallel: ParallelPlan, record: Record) -> float:
+    asked = args.scheduling.schedule_conservativeness
+    if parallel.topology.attn_dp_size == 1:
+        return asked
+    reason = f"{asked:g} x {DP_CONSERVATIVENESS:g}, as SGLang does with DP attention"
+    return record.note("schedule_conservativeness", round(asked * DP_CONSERVATIVENESS, 6), reason)
+
+
+def step_shape(config: ResolvedConfig) -> StepShape:
+    """The largest step of an attention group."""
+    return StepShape(
+        config.chunked_prefill_size,
+        config.max_prefill_tokens,
+        config.max_running_requests,
+        config.context_len,
+        config.scheduling.enable_mixed_chunk,
+        decode_tokens=config.speculation.num_draft_tokens if config.speculation is not None else 1,
     )
 
 
@@ -226,6 +326,10 @@ def _kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
     asked = args.memory.kv_cache_dtype
     if asked == "auto":
         return record.note("kv_cache_dtype", dtype, "that of the activations")
+    if is_fp8(asked):
+        if asked == E5M2:
+            record.remark(f"--kv-cache-dtype {asked} keeps two bits of a number's fraction; {E4M3} keeps three")
+        return asked
     if asked != dtype:
         raise ConfigError(
             f"--kv-cache-dtype {asked} with activations in {dtype} (--dtype {args.model.dtype}): attention reads both "
@@ -258,16 +362,22 @@ def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:
     return asked
 
 
-def _chunk(args: EngineArgs, machine: Machine, page_size: int, record: Record) -> int:
+def _chunk(args: EngineArgs, machine: Machine, page_size: int, num_groups: int, record: Record) -> int:
+    """Of one attention group: with DP attention all share the tokens of a chunk."""
     asked = args.memory.chunked_prefill_size
-    if asked is not None:
+    if asked == -1 or (asked is not None and num_groups == 1):
         return asked
+    if asked is not None:
+        size, reason = asked // num_groups, f"{asked} shared by {num_groups} attention groups"
+        return record.note("chunked_prefill_size", max(page_size, size - size % page_size), reason)
     if machine.device == "cpu":
         size, reason = CPU_CHUNK, "the default on a CPU"
     else:
         total_gib = machine.total_bytes / (1 << 30)
         size = next((tokens for below, tokens in GPU_CHUNKS if total_gib < below), 16384)
         reason = f"SGLang's step for {total_gib:.0f} GB of GPU memory"
+    if num_groups > 1:
+        size, reason = size // num_groups, f"{reason}, shared by {num_groups} attention groups"
     rounded = max(page_size, size - size % page_size)
     if rounded != size:
         reason += f", in whole pages of {page_size}"
@@ -279,18 +389,19 @@ def _size(
     model: ModelConfig,
     machine: Machine,
     dtype: str,
+    kv_dtype: str,
     context_len: int,
     page_size: int,
     chunk: int,
     checkpoint: CheckpointFacts | None,
     speculation: SpeculationConfig | None,
     draft: DraftModel | None,
+    parallel: ParallelPlan,
+    experts: ExpertSettings,
+    running: int,
+    graphs: GraphSettings,
 ) -> Sizing:
     memory = args.memory
-    cap = CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING
-    if memory.max_total_tokens is not None:
-        cap = max(1, min(cap, memory.max_total_tokens // 2))
-    running = memory.max_running_requests or cap
     shape = StepShape(
         chunk,
         memory.max_prefill_tokens,
@@ -305,6 +416,7 @@ def _size(
             machine=machine,
             dtype=dtype,
             dtype_bytes=DTYPE_BYTES[dtype],
+            kv_dtype=kv_dtype,
             page_size=page_size,
             shape=shape,
             mem_fraction=memory.mem_fraction_static,
@@ -313,6 +425,9 @@ def _size(
             checkpoint=checkpoint,
             uses_mtp=speculation is not None and speculation.method == "nextn",
             draft=draft.config if draft is not None else None,
+            parallel=parallel,
+            experts=experts,
+            graphs=graphs,
         )
     )
 
@@ -320,7 +435,9 @@ def _size(
 def _note_sizes(args: EngineArgs, sizing: Sizing, record: Record) -> None:
     if args.memory.max_total_tokens is None:
         record.note("max_total_tokens", sizing.ledger.num_tokens, sizing.tokens_reason)
-    if args.memory.max_running_requests is None:
-        record.note("max_running_requests", sizing.max_running_requests, sizing.running_reason)
+    asked = args.memory.max_running_requests
+    if asked != sizing.max_running_requests:
+        reason = sizing.running_reason if asked is None else f"{asked} shared by the attention groups"
+        record.note("max_running_requests", sizing.max_running_requests, reason)
     if args.memory.mem_fraction_static is None:
         record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)

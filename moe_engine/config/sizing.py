@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_engine.config.checkpoint import CheckpointFacts
 from moe_engine.config.ledger import (
@@ -18,8 +18,13 @@ from moe_engine.config.ledger import (
     tokens_that_fit,
 )
 from moe_engine.config.machine import Machine
+from moe_engine.config.resolve_graphs import graph_row
+from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan, dispatch_tokens
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.widths import local_heads
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.types import GraphSettings
 
 CPU_SHARE = 0.8
 """Part of the available memory an engine on a CPU takes on its own; the rest is left to the machine's user."""
@@ -76,6 +81,7 @@ class SizingInput:
     machine: Machine
     dtype: str
     dtype_bytes: int
+    kv_dtype: str
     page_size: int
     shape: StepShape
     mem_fraction: float | None
@@ -84,11 +90,25 @@ class SizingInput:
     checkpoint: CheckpointFacts | None = None
     uses_mtp: bool = False
     draft: ModelConfig | None = None
+    parallel: ParallelPlan = SINGLE_PROCESS
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    graphs: GraphSettings = field(default_factory=GraphSettings)
 
     @property
     def bytes_per_token(self) -> int:
-        drafted = self.draft.kv_bytes_per_token(self.dtype_bytes) if self.draft is not None else 0
-        return self.model.kv_bytes_per_token(self.dtype_bytes, self.uses_mtp) + drafted
+        """On one rank."""
+        drafted = self.draft.kv_bytes_per_token(self.kv_dtype) if self.draft is not None else 0
+        return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted
+
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether the kernels of the device multiply block-FP8 weights as they are stored."""
+        return self.model.quant is not None and self.machine.device == "cuda"
+
+    @property
+    def local_model(self) -> ModelConfig:
+        """With the attention heads of one rank."""
+        return local_heads(self.model, self.parallel.topology.attn_tp_size)
 
     @property
     def drafts(self) -> bool:
@@ -132,14 +152,22 @@ def size_memory(given: SizingInput) -> Sizing:
 
 
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
-    """Everything but KV, for one rank that holds the whole model."""
-    shape, model = given.shape, given.model
-    weights = model.weight_bytes(given.dtype_bytes)
+    """Everything but KV, for one rank."""
+    shape, model, topology = given.shape, given.model, given.parallel.topology
+    redundant = given.experts.num_redundant
+    weights = model.weight_bytes(
+        given.dtype_bytes, topology=topology, redundant_experts=redundant, keeps_fp8=given.keeps_fp8
+    )
     detail = f"{_count(model.num_parameters())} parameters as {given.dtype}"
     if model.quant is not None:
-        detail += f", {model.quant.method} dequantised while loading"
+        detail += f", {model.quant.method} " + ("as stored" if given.keeps_fp8 else "dequantised while loading")
+    if topology.tp_size > 1:
+        detail += f", this rank's part of {topology.tp_size}"
+    if redundant:
+        detail += f", with {redundant} redundant experts"
     if given.checkpoint is not None:
-        weights += max(0, given.checkpoint.num_elements - model.num_parameters()) * given.dtype_bytes
+        extra = max(0, given.checkpoint.num_elements - model.num_parameters()) * given.dtype_bytes
+        weights += extra // topology.tp_size
         files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
         detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
     logits = shape.num_logits * model.vocab_size * (given.dtype_bytes + 3 * 4)
@@ -150,10 +178,30 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         LedgerRow("logits and sampling", logits, f"{shape.num_logits} rows of {model.vocab_size}"),
         _table_row(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
+        *_dispatch_rows(given),
+        *graph_row(given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, shape.running),
+        *_expert_rows(given),
     ]
     if given.machine.device == "cpu":
         rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
     return tuple(rows)
+
+
+def _expert_rows(given: SizingInput) -> list[LedgerRow]:
+    """What recording and moving experts keep on the device, where no pass has to wait for them."""
+    settings, model = given.experts, given.model
+    if model.moe is None:
+        return []
+    rows = []
+    if settings.recorder_mode in ("stat", "stat_approx") and settings.buffer_size != -1:
+        detail = f"{settings.buffer_size} passes x {model.num_layers} layers x {model.moe.num_experts} experts"
+        counts = settings.buffer_size * model.num_layers * model.moe.num_experts
+        rows.append(LedgerRow("recorded experts", 4 * counts, detail))
+    if settings.rebalance is not None:
+        expert = 3 * model.hidden_size * model.moe.width // given.parallel.topology.moe_tp_size * given.dtype_bytes
+        count = settings.rebalance.layers_at_once
+        rows.append(LedgerRow("experts under way", count * expert, f"{count} spare slot" + "s" * (count > 1)))
+    return rows
 
 
 def _table_row(given: SizingInput) -> LedgerRow:
@@ -166,12 +214,29 @@ def _table_row(given: SizingInput) -> LedgerRow:
     return LedgerRow("slot tables", tables, f"{detail}, slots and tokens")
 
 
+def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
+    """Buffers that tokens travel through: low latency has room for every rank's tokens at every expert, twice."""
+    plan, moe = given.parallel, given.model.moe
+    if plan.dispatch is None or moe is None:
+        return []
+    topology = plan.topology
+    rows = 0
+    if "low_latency" in plan.dispatch.modes.values():
+        arriving = topology.tp_size * dispatch_tokens(plan, given.shape.num_logits)
+        rows = 2 * arriving * (moe.num_experts // topology.ep_size)
+    rows += 2 * topology.tp_size * -(-given.shape.num_tokens // topology.attn_tp_size)
+    num_bytes = rows * given.model.hidden_size * given.dtype_bytes
+    return [LedgerRow("dispatch buffers", num_bytes, f"{rows} rows, {plan.dispatch.row.name}")]
+
+
 def _draft_rows(given: SizingInput) -> list[LedgerRow]:
     """Weights that only draft. MTP layers share embedding and head with the model."""
-    model, size = given.model, given.dtype_bytes
+    model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
     if given.uses_mtp:
         layers = model.num_nextn_predict_layers
-        extra = model.weight_bytes(size, include_mtp=True) - model.weight_bytes(size)
+        keeps = given.keeps_fp8
+        extra = model.weight_bytes(size, True, topology, keeps_fp8=keeps)
+        extra -= model.weight_bytes(size, topology=topology, keeps_fp8=keeps)
         count = _count(model.num_parameters(include_mtp=True) - model.num_parameters())
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail)]
@@ -183,8 +248,8 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
 
 def _step_bytes(given: SizingInput) -> int:
     """Activations of the largest step. A draft model runs when the model's own are gone; MTP layers read its hidden."""
-    tokens, size = given.shape.num_tokens, given.dtype_bytes
-    models = (given.model,) if given.draft is None else (given.model, given.draft)
+    tokens, size = given.shape.num_tokens * given.parallel.topology.attn_dp_size, given.dtype_bytes
+    models = (given.local_model,) if given.draft is None else (given.local_model, given.draft)
     step = max(model.largest_step_activation_bytes(tokens, size) for model in models)
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
 

@@ -68,6 +68,8 @@ def _convert(info: FieldInfo, value: Any) -> Any:
         raise ConfigError(f"{info.option}: a switch is true or false, not {value!r}")
     if isinstance(value, dict) and info.flag.parse is parse_json_object:
         return json.dumps(value)
+    if info.flag.many and isinstance(value, (list, tuple)):
+        value = " ".join(map(str, value))
     wrong_bool = isinstance(value, bool)
     if info.type is str and info.flag.parse is not None and isinstance(value, int) and not wrong_bool:
         return _parse(info, str(value))  # text that may be a number

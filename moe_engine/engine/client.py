@@ -1,21 +1,25 @@
-"""The front end's end of an engine core: submits requests, hands out what steps bring, notices death at once."""
+"""The front end's end of the engine cores: submits requests, hands out what steps bring, notices death at once."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from moe_engine.engine import messages
-from moe_engine.engine.client_api import EngineInfo, Health
+from moe_engine.engine.client_api import EngineInfo, Health, combine
 from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.messages import AddRequest, RequestDelta
-from moe_engine.errors import EngineDeadError
+from moe_engine.engine.routing import Router
+from moe_engine.engine.status_board import StatusBoard
+from moe_engine.errors import EngineDeadError, InputError
 
 logger = logging.getLogger("moe_engine")
 
@@ -26,12 +30,14 @@ DRAIN_SECONDS = 10.0
 class _Inbox:
     """What has arrived for one request and was not read yet; pieces merge while the reader is slow."""
 
-    __slots__ = ("delta", "error", "event")
+    __slots__ = ("delta", "error", "event", "lane", "num_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, lane: int, num_tokens: int) -> None:
         self.event = asyncio.Event()
         self.delta: RequestDelta | None = None
         self.error: str | None = None
+        self.lane = lane
+        self.num_tokens = num_tokens
 
     def put(self, delta: RequestDelta) -> None:
         if self.delta is None:
@@ -65,58 +71,102 @@ def _merge(into: RequestDelta, new: RequestDelta) -> None:
     into.speculation = new.speculation
 
 
-class CoreClient:
-    """Implements `client_api.EngineClient` over one core process. Lives on one event loop."""
+@dataclass
+class _Lane:
+    """One scheduler: a core process, or an attention group behind it."""
 
-    def __init__(self, core: CoreProcess, info: EngineInfo) -> None:
+    core: CoreProcess
+    to_core: zmq.asyncio.Socket
+    board: StatusBoard
+
+    def send(self, message: messages.Message) -> None:
+        if not self.core.dead and not self.to_core.closed:
+            # A PUSH socket without a high-water mark never blocks, so the returned future is done already.
+            self.to_core.send(messages.encode(message))
+
+
+class CoreClient:
+    """Implements `client_api.EngineClient` over the ready cores of one or several replicas. Lives on one event loop.
+
+    A replica that dies takes its own requests with it; the others go on.
+    """
+
+    def __init__(self, cores: CoreProcess | Sequence[CoreProcess], info: EngineInfo, method: str = "auto") -> None:
         self.info = info
-        self._core = core
-        context = zmq.asyncio.Context.instance()
-        self._to_core = context.socket(zmq.PUSH)
-        self._to_core.setsockopt(zmq.SNDHWM, 0)
-        self._to_core.setsockopt(zmq.LINGER, 0)
-        self._to_core.connect(core.to_core_address)
-        self._from_core = context.socket(zmq.PULL)
-        self._from_core.setsockopt(zmq.RCVHWM, 0)
-        self._from_core.bind(core.from_core_address)
+        self._cores = [cores] if isinstance(cores, CoreProcess) else list(cores)
+        self._lanes = [
+            _Lane(core, _push(address), board)
+            for core in self._cores
+            for address, board in zip(core.to_core_addresses, core.boards)
+        ]
+        self._router = Router(len(self._lanes), method)
         self._inboxes: dict[str, _Inbox] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, tuple[_Lane, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
         self._closing = False
-        self._reader = asyncio.get_running_loop().create_task(self._read(), name="core reader")
-        core.on_death(self._died, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._readers = []
+        for core in self._cores:
+            receiver = zmq.asyncio.Socket(core.from_core)
+            self._readers.append(loop.create_task(self._read(core, receiver), name="core reader"))
+            core.on_death(partial(self._died, core), loop)
 
     # -- requests
 
     async def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
         if request.rid in self._inboxes:
             raise ValueError(f"request id {request.rid!r} is in use")
-        if self._core.dead:
-            raise EngineDeadError(self._core.dead)
-        inbox = self._inboxes[request.rid] = _Inbox()
+        number = self._choose(request)
+        if len(self._lanes) > 1:
+            request.routed_dp_rank = number  # for the answer's meta_info
+        lane, load = self._lanes[number], self._router.loads[number]
+        inbox = self._inboxes[request.rid] = _Inbox(number, len(request.prompt_ids))
+        load.num_requests += 1
+        load.num_tokens += inbox.num_tokens
         finished = False
         try:
-            self._send(request)
+            lane.send(request)
             while not finished:
                 delta = await inbox.get()
                 finished = delta.finish is not None
                 yield delta
         finally:
             self._inboxes.pop(request.rid, None)
+            load.num_requests -= 1
+            load.num_tokens -= inbox.num_tokens
             if not finished:
-                self._send(messages.AbortRequest(rid=request.rid, reason="client gone"))
+                lane.send(messages.AbortRequest(rid=request.rid, reason="client gone"))
 
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
-        self._send(messages.AbortRequest(rid=rid, prefix=True, all=all, reason=reason))
+        for lane in self._lanes:
+            lane.send(messages.AbortRequest(rid=rid, prefix=True, all=all, reason=reason))
 
-    async def call(self, method: str, **args: Any) -> Any:
-        if self._core.dead:
-            raise EngineDeadError(self._core.dead)
+    async def call(self, method: str, **args: Any) -> list[Any]:
+        alive = [lane for lane in self._lanes if not lane.core.dead]
+        if not alive:
+            raise EngineDeadError(self._cause())
+        return list(await asyncio.gather(*(self._call(lane, method, args) for lane in alive)))
+
+    def _choose(self, request: AddRequest) -> int:
+        able = [number for number, lane in enumerate(self._lanes) if not lane.core.dead]
+        if not able:
+            raise EngineDeadError(self._cause())
+        asked = request.routed_dp_rank
+        if asked is None:
+            return able[0] if len(able) == 1 else self._router.choose(able)
+        if not 0 <= asked < len(self._lanes):
+            ranks = "one data-parallel rank, 0" if len(self._lanes) == 1 else f"ranks 0 to {len(self._lanes) - 1}"
+            raise InputError(f"routed_dp_rank {asked}: this server has {ranks}", field="routed_dp_rank")
+        if asked not in able:
+            raise EngineDeadError(self._lanes[asked].core.dead or "")
+        return asked
+
+    async def _call(self, lane: _Lane, method: str, args: dict[str, Any]) -> Any:
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
+        self._calls[call_id] = lane, future
         try:
-            self._send(messages.Call(id=call_id, method=method, args=args))
+            lane.send(messages.Call(id=call_id, method=method, args=args))
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -124,60 +174,92 @@ class CoreClient:
     # -- state
 
     def health(self) -> Health:
-        status = self._core.board.read()
-        return Health(
-            alive=self._core.dead is None,
-            ready=status.ready,
-            last_step=status.step,
-            last_step_age=status.step_age,
-            silence=status.silence,
-            oldest_queued_age=status.oldest_queued_age,
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            num_used_tokens=status.num_used_tokens,
-            dead=self._core.dead,
-        )
+        return combine(self.healths())
+
+    def healths(self) -> list[Health]:
+        """Of every scheduler."""
+        return [_health(lane) for lane in self._lanes]
+
+    def cause_of_death(self) -> str | None:
+        """Why nothing can be served any more; None while a replica lives."""
+        return self._cause() if all(core.dead for core in self._cores) else None
+
+    def stop_stalled(self, stall: Any) -> None:
+        """Ends replicas of which `stall(health)` says why they do not move: whoever waits gets the reason."""
+        for lane in self._lanes:
+            reason = None if lane.core.dead else stall(_health(lane))
+            if reason:
+                lane.core.kill(reason)
 
     async def shutdown(self, *, drain: bool = True) -> None:
-        """Ends the core, after its running requests when `drain`. Safe to call twice."""
+        """Ends the cores, after their running requests when `drain`. Safe to call twice."""
         if self._closing:
             return
         self._closing = True
-        self._core.expect_exit()
-        self._send(messages.Shutdown(drain=drain))
-        await asyncio.get_running_loop().run_in_executor(None, self._core.stop, DRAIN_SECONDS if drain else 5.0)
-        self._reader.cancel()
-        self._to_core.close()
-        self._from_core.close()
+        for core in self._cores:
+            core.expect_exit()
+        for lane in self._lanes:
+            lane.send(messages.Shutdown(drain=drain))
+        loop, seconds = asyncio.get_running_loop(), DRAIN_SECONDS if drain else 5.0
+        await asyncio.gather(*(loop.run_in_executor(None, core.stop, seconds) for core in self._cores))
+        for reader in self._readers:
+            reader.cancel()
+        for lane in self._lanes:
+            lane.to_core.close()
 
     # -- plumbing
 
-    def _send(self, message: messages.Message) -> None:
-        if not self._core.dead and not self._to_core.closed:
-            # A PUSH socket without a high-water mark never blocks, so the returned future is done already.
-            self._to_core.send(messages.encode(message))
-
-    async def _read(self) -> None:
+    async def _read(self, core: CoreProcess, receiver: zmq.asyncio.Socket) -> None:
         while True:
-            message = messages.decode_from_core(await self._from_core.recv())
+            message = messages.decode_from_core(await receiver.recv())
             if isinstance(message, messages.StepOutput):
                 for delta in message.deltas:
                     inbox = self._inboxes.get(delta.rid)
                     if inbox is not None:
+                        inbox.num_tokens += len(delta.token_ids)
+                        self._router.loads[inbox.lane].num_tokens += len(delta.token_ids)
                         inbox.put(delta)
             elif isinstance(message, messages.Reply):
-                future = self._calls.get(message.id)
+                _, future = self._calls.get(message.id, (None, None))
                 if future is not None and not future.done():
                     if message.ok:
                         future.set_result(message.value)
                     else:
                         future.set_exception(EngineDeadError(str(message.value)))
             elif isinstance(message, messages.CoreFailed):
-                self._core.note_failure(message.message)
+                core.note_failure(message.message)
 
-    def _died(self, cause: str) -> None:
+    def _died(self, core: CoreProcess, cause: str) -> None:
         for inbox in self._inboxes.values():
-            inbox.fail(cause)
-        for future in self._calls.values():
-            if not future.done():
+            if self._lanes[inbox.lane].core is core:
+                inbox.fail(cause)
+        for lane, future in self._calls.values():
+            if lane.core is core and not future.done():
                 future.set_exception(EngineDeadError(cause))
+
+    def _cause(self) -> str:
+        return "; ".join(core.dead for core in self._cores if core.dead)
+
+
+def _push(address: str) -> zmq.asyncio.Socket:
+    socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    return socket
+
+
+def _health(lane: _Lane) -> Health:
+    status = lane.board.read()
+    return Health(
+        alive=lane.core.dead is None,
+        ready=status.ready,
+        last_step=status.step,
+        last_step_age=status.step_age,
+        silence=status.silence,
+        oldest_queued_age=status.oldest_queued_age,
+        num_running=status.num_running,
+        num_waiting=status.num_waiting,
+        num_used_tokens=status.num_used_tokens,
+        dead=lane.core.dead,
+    )

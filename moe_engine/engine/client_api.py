@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +48,26 @@ class Health:
     """Since the engine's loop last turned, be it idle or busy: long when a step hangs or the process is stopped."""
 
 
+def combine(healths: Sequence[Health]) -> Health:
+    """Of several schedulers as one: the living ones' counts summed and their worst ages; dead only if none lives."""
+    if len(healths) == 1:
+        return healths[0]
+    living = [health for health in healths if health.alive]
+    if not living:
+        return healths[0]
+    return Health(
+        alive=True,
+        ready=all(health.ready for health in living),
+        last_step=max(health.last_step for health in living),
+        last_step_age=max(health.last_step_age for health in living),
+        oldest_queued_age=max(health.oldest_queued_age for health in living),
+        num_running=sum(health.num_running for health in living),
+        num_waiting=sum(health.num_waiting for health in living),
+        num_used_tokens=sum(health.num_used_tokens for health in living),
+        silence=max(health.silence for health in living),
+    )
+
+
 class EngineClient(Protocol):
     info: EngineInfo
 
@@ -62,9 +82,13 @@ class EngineClient(Protocol):
 
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None: ...
 
-    async def call(self, method: str, **args: Any) -> Any:
-        """Control call to the core: ``flush_cache`` -> bool, ``internal_state`` -> dict (see core)."""
+    async def call(self, method: str, **args: Any) -> list[Any]:
+        """Control call to every scheduler, an answer of each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""
 
-    def health(self) -> Health: ...
+    def health(self) -> Health:
+        """Of all schedulers together."""
+
+    def healths(self) -> list[Health]:
+        """Of each scheduler."""
 
     async def shutdown(self, *, drain: bool = True) -> None: ...

@@ -18,18 +18,31 @@ from typing import Any, Protocol
 import msgspec
 
 from moe_engine.engine import messages
+from moe_engine.engine.expert_calls import ExpertCalls
+from moe_engine.engine.lockstep import Lockstep
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_DRAIN, Scheduler
-from moe_engine.types import FinishReason, LogprobSpec, Request, SamplingParams, StepPlan, StepResult, TokenLogprob
+from moe_engine.types import (
+    FinishReason,
+    LogprobSpec,
+    Request,
+    SamplingParams,
+    StepFacts,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
 
 logger = logging.getLogger("moe_engine")
 
 MAX_CONSECUTIVE_FAILURES = 3
 IDLE_POLL_SECONDS = 0.2
 """How often an idle core shows on the board that it is alive."""
+CALL_POLL_SECONDS = 0.005
+"""How often an idle core looks whether its ranks have answered a call."""
 _SEED_BITS = 63
 BOARD_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
@@ -39,6 +52,8 @@ class StepWorker(Protocol):
     """The part of `worker.Worker` the loop uses."""
 
     def execute(self, plan: StepPlan) -> Future[StepResult]: ...
+
+    def call_all(self, method: str) -> Future[list[Any]]: ...
 
 
 class Port(Protocol):
@@ -66,8 +81,17 @@ class EngineCore:
         random_seed: int = 0,
         worker_stats: Callable[[], dict[str, Any]] = dict,
         check: Callable[[], None] = lambda: None,
+        lockstep: Lockstep | None = None,
+        first_half: Callable[[StepPlan], int] = lambda plan: 0,
+        experts: ExpertCalls | None = None,
     ) -> None:
-        """Args: check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost."""
+        """
+        Args:
+            check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost.
+            first_half: tokens of a plan's first half, where steps are cut in two.
+            lockstep: with the schedulers of the other attention groups, where there are any.
+            experts: answers control calls about them.
+        """
         self._scheduler = scheduler
         self._worker = worker
         self._port = port
@@ -78,6 +102,10 @@ class EngineCore:
         self._seeds = random.Random(random_seed)
         self._worker_stats = worker_stats
         self._check = check
+        self._lockstep = lockstep
+        self._first_half = first_half
+        self._experts = experts
+        self._calls: list[tuple[int, Future[Any]]] = []  # begun, not answered yet
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
         self._failures = 0
@@ -97,30 +125,67 @@ class EngineCore:
         while True:
             self._check()
             idle = self._in_flight is None and self._scheduler.is_idle()
-            if idle and self._stopping:
+            if self._has_ended(idle):
                 return
             self._note_busy(not idle)
             self._board.write(last_turn=time.monotonic())
-            for message in self._port.receive(IDLE_POLL_SECONDS if idle else 0.0):
+            rests = idle and not self._stopping
+            patience = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
+            for message in self._port.receive(patience if rests else 0.0):
                 self._handle(message)
+            self._answer_calls()
             self._step()
+
+    def _has_ended(self, idle: bool) -> bool:
+        """Told to stop, and nothing is left to do, for the other attention groups either."""
+        if self._stopping is None:
+            return False
+        if self._lockstep is None:
+            return idle
+        if self._lockstep.all_leave():
+            self._collect()
+            return True
+        return False
 
     # -- one turn
 
     def _step(self) -> None:
-        plan = self._scheduler.schedule()
+        hold = self._lockstep is not None and not self._lockstep.may_prefill()
+        plan = self._scheduler.schedule(hold)
         if plan is NEEDS_DRAIN:
             self._collect()
             return
+        assert plan is None or isinstance(plan, StepPlan)
+        if self._lockstep is not None:
+            plan = self._agree(self._lockstep, plan)
         launched = None
         if plan is not None:
-            assert isinstance(plan, StepPlan)
             self._reporter.planned(self._scheduler)
             launched = (plan, self._worker.execute(plan))
         self._collect()
         self._in_flight = launched
         if not self._overlap:
             self._collect()
+
+    def _agree(self, lockstep: Lockstep, plan: StepPlan | None) -> StepPlan | None:
+        """The plan with everybody's facts; an empty one to join a step of others; None if nobody has anything."""
+        scheduler = self._scheduler
+        leaving = self._stopping is not None and not scheduler.book.live
+        if plan is None:
+            waits_for_turn = scheduler.num_waiting and not lockstep.may_prefill()
+            if not leaving and not waits_for_turn and not lockstep.is_due():
+                return None
+            plan = scheduler.empty_plan()
+        about = scheduler.last_facts
+        facts = StepFacts.of(
+            plan,
+            prompt_logprobs=about is not None and about.prompt_logprobs,
+            first_half=self._first_half(plan),
+            num_running=len(scheduler.book.decodes),
+            num_waiting=scheduler.num_waiting,
+            leaving=leaving,
+        )
+        return lockstep.agree(plan, facts)
 
     def _collect(self) -> None:
         """Waits for the step in flight, if any, and sends what it brought."""
@@ -159,7 +224,11 @@ class EngineCore:
         elif isinstance(message, messages.AbortRequest):
             self._publish(self._abort(message))
         elif isinstance(message, messages.Call):
-            self._port.send(self._answer(message))
+            begun = self._experts.begin(message.method) if self._experts is not None else None
+            if begun is None:
+                self._port.send(self._answer(message))
+            else:
+                self._calls.append((message.id, begun))
         elif isinstance(message, messages.Shutdown):
             self._stopping = message
             if not message.drain:
@@ -195,6 +264,18 @@ class EngineCore:
             extra_key=message.extra_key,
             seed=self._seeds.getrandbits(_SEED_BITS) if message.seed is None else message.seed,
         )
+
+    def _answer_calls(self) -> None:
+        """Sends the answers of the calls that have been waited for."""
+        waiting = []
+        for call_id, future in self._calls:
+            if not future.done():
+                waiting.append((call_id, future))
+                continue
+            error = future.exception()
+            value = str(error) if error is not None else future.result()
+            self._port.send(messages.Reply(id=call_id, ok=error is None, value=value))
+        self._calls = waiting
 
     def _answer(self, call: messages.Call) -> messages.Reply:
         if call.method == "flush_cache":

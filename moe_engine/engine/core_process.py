@@ -30,7 +30,10 @@ CORE_MODULE = "moe_engine.engine.core_main"
 
 @dataclass(frozen=True)
 class CoreSpec:
-    """All a core process needs; travels as a pickle. `config` is the resolved configuration."""
+    """All a core process needs; travels as a pickle. `config` is the resolved configuration.
+
+    The addresses are of attention group 0; the cores of other groups on this node add their number.
+    """
 
     config: Any
     to_core_address: str
@@ -43,6 +46,14 @@ class CoreSpec:
     """The parent's sys.path, where their modules are found."""
     ranks: RankGroupOptions | None = None
     """Of the ranks that the core leads; None where it is alone."""
+    front_address: str = ""
+    """Where the front end listens for cores on other nodes."""
+
+    def board_of(self, group: int) -> Path:
+        return self.board_path.with_name(f"board-{group}") if group else self.board_path
+
+    def to_core_of(self, group: int) -> str:
+        return f"{self.to_core_address}-{group}" if group else self.to_core_address
 
 
 class CoreProcess:
@@ -51,10 +62,12 @@ class CoreProcess:
     def __init__(self, config: Any, *, name: str = "engine core", ranks: RankGroupOptions | None = None) -> None:
         self._folder = RunFolder()
         folder = self._folder.path
-        self.to_core_address = f"ipc://{folder}/to-core"
-        self.from_core_address = f"ipc://{folder}/from-core"
+        self.from_core: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        """Bound; what the cores of all groups send."""
+        self.from_core.setsockopt(zmq.RCVHWM, 0)
+        from_core_address = f"ipc://{folder}/from-core"
+        self.from_core.bind(from_core_address)
         ready_address = f"ipc://{folder}/ready"
-        self.board = StatusBoard(folder / "board", create=True)
         self.dead: str | None = None
         self._failure: str | None = None
         self._expected = False
@@ -62,16 +75,26 @@ class CoreProcess:
         self._listeners: list[tuple[Callable[[str], None], asyncio.AbstractEventLoop]] = []
         self._ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._ready.bind(ready_address)
+        front_address = ""
+        if ranks is not None and ranks.leader_address is not None:
+            self.from_core.bind(ranks.leader_bind("*"))
+            bound: str = self.from_core.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+            front_address = ranks.leader_advertised(bound)
         spec = CoreSpec(
             config,
-            self.to_core_address,
-            self.from_core_address,
+            f"ipc://{folder}/to-core",
+            from_core_address,
             ready_address,
             folder / "board",
             outside_models=registry.added(),
             import_path=list(sys.path),
             ranks=ranks,
+            front_address=front_address,
         )
+        num_groups = ranks.num_groups if ranks is not None else 1
+        self.boards = [StatusBoard(spec.board_of(group), create=True) for group in range(num_groups)]
+        self.to_core_addresses = [spec.to_core_of(0)]
+        """Of all groups' cores, once they are ready."""
         self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
 
     @property
@@ -90,6 +113,7 @@ class CoreProcess:
                 if self._ready.poll(int(poll * 1000)):
                     message = messages.decode_from_core(self._ready.recv())
                     if isinstance(message, messages.CoreReady):
+                        self.to_core_addresses = message.info["core_addresses"]
                         return message.info
                     assert isinstance(message, messages.CoreFailed)
                     self.expect_exit()
@@ -144,4 +168,5 @@ class CoreProcess:
                 loop.call_soon_threadsafe(listener, cause)
 
     def _cleanup(self) -> None:
+        self.from_core.close(0)
         self._folder.remove()

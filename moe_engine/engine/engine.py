@@ -22,7 +22,7 @@ from moe_engine.engine.client import CoreClient
 from moe_engine.engine.client_api import EngineInfo, Health
 from moe_engine.engine.frontend import Frontend
 from moe_engine.engine.generate_input import GenerateInput
-from moe_engine.engine.start import engine_info, frontend_settings, open_tokenizer, start_core
+from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.errors import EngineDeadError
 
 T = TypeVar("T")
@@ -55,25 +55,25 @@ class Engine:
         args = EngineArgs.from_kwargs(**flags)
         logs.setup_logging(args.logging.log_level)
         self.config = prepare(args)
-        self._core = start_core(self.config)
+        self._cores = start_cores(self.config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="moe-engine", daemon=True)
         self._thread.start()
         self._closed = False
         self._pid = os.getpid()
         try:
-            self.info: EngineInfo = engine_info(self._core.wait_ready())
+            self.info: EngineInfo = wait_ready(self._cores)
             self._frontend: Frontend = self._run(self._open())
         except BaseException:
             self._closed = True
-            self._core.expect_exit()
-            self._core.stop(0.0)
+            stop_cores(self._cores)
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise
         atexit.register(_shutdown_if_alive, weakref.ref(self))
 
     async def _open(self) -> Frontend:
-        return Frontend(CoreClient(self._core, self.info), open_tokenizer(self.config), frontend_settings(self.config))
+        client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method)
+        return Frontend(client, open_tokenizer(self.config), frontend_settings(self.config))
 
     # -- generation
 
@@ -158,7 +158,7 @@ class Engine:
 
     def flush_cache(self) -> bool:
         """Forgets cached prefixes; False while requests run."""
-        return self._run(self._frontend.client.call("flush_cache"))
+        return all(self._run(self._frontend.client.call("flush_cache")))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ends every request whose id starts with `rid`, or all."""
@@ -166,13 +166,13 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         """The flags, the engine's facts and the scheduler's state."""
-        state = self._run(self._frontend.client.call("internal_state"))
+        states = self._run(self._frontend.client.call("internal_state"))
         facts = {
             "max_total_num_tokens": self.info.max_total_num_tokens,
             "max_req_input_len": self.info.max_req_input_len,
             "context_len": self.info.context_len,
         }
-        return {**self.config.flat(), **facts, "internal_states": [state]}
+        return {**self.config.flat(), **facts, "internal_states": states}
 
     def health(self) -> Health:
         return self._frontend.client.health()
@@ -230,5 +230,4 @@ def _shutdown_if_alive(reference: weakref.ref[Engine]) -> None:
     engine = reference()
     if engine is not None and not engine._closed and engine._is_ours:
         engine._closed = True
-        engine._core.expect_exit()
-        engine._core.stop(0.0)
+        stop_cores(engine._cores)

@@ -38,6 +38,8 @@ class GenerateInput:
     stream: bool = False
     priority: int | None = None
     extra_key: Any = None
+    routed_dp_rank: int | None = None
+    """The scheduler that is to serve it, where there are several; None leaves the choice to the engine."""
     log_metrics: bool = True
     """Whether the observer (metrics, request log) hears of it."""
 
@@ -98,6 +100,7 @@ def split_prompts(inp: GenerateInput, preferred: Mapping[str, Any] | None = None
     samplings = _samplings(inp.sampling_params, count, is_batch, preferred or {})
     _check_count(sum(s.n for s in samplings), inp.text_field)
     _check_int(inp.priority, "priority", -(2**31), 2**31 - 1, optional=True)
+    _check_int(inp.routed_dp_rank, "routed_dp_rank", 0, 2**16, optional=True)
     prompts = []
     for i in range(count):
         extra_key = _pick(inp.extra_key, i, count, is_batch, "extra_key")

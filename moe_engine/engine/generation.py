@@ -188,6 +188,8 @@ class Generation:
             meta["e2e_latency"] = self.finished_at - self.received_at
             if self.first_token_at is not None:
                 meta["first_token_latency"] = self.first_token_at - self.received_at
+        if self.request.routed_dp_rank is not None:
+            meta["dp_rank"] = self.request.routed_dp_rank
         if self.speculation is not None:
             meta |= _speculation_info(*self.speculation)
         if self.options is not None:

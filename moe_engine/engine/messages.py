@@ -32,6 +32,8 @@ class AddRequest(Message, tag="add"):
     token_ids_logprob: list[int] = []
     extra_key: str | None = None
     arrival: float = 0.0
+    routed_dp_rank: int | None = None
+    """The scheduler that is to serve it; None leaves the choice to the client."""
 
 
 class AbortRequest(Message, tag="abort"):
@@ -44,7 +46,8 @@ class AbortRequest(Message, tag="abort"):
 
 
 class Call(Message, tag="call"):
-    """A control call that is answered by a `Reply` of the same id: flush_cache, internal_state, check_integrity."""
+    """A control call that is answered by a `Reply` of the same id: flush_cache, internal_state, check_integrity, and
+    those of `expert_calls`."""
 
     id: int
     method: str

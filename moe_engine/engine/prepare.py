@@ -166,6 +166,7 @@ class Preparer:
             priority=inp.priority,
             extra_key=prompt.extra_key,
             arrival=time.monotonic(),
+            routed_dp_rank=inp.routed_dp_rank,
         )
         if options is not None:
             request.return_logprob = True

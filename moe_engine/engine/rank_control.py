@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import queue
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import zmq
 
 from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.rank_watch import TICK_SECONDS, RankWatch
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, EngineDeadError
+from moe_engine.worker.rank_group import RankLost
 
 logger = logging.getLogger("moe_engine")
+
+
+@dataclass
+class RankCall:
+    """A call under way: who has answered."""
+
+    future: Future[list[Any]]
+    answers: dict[int, Any] = field(default_factory=dict)
 
 
 class RankControl:
@@ -21,13 +37,21 @@ class RankControl:
 
     Args:
         address: to bind: ``ipc://PATH`` or ``tcp://HOST:PORT``.
+        on_board: told what a scheduler on another node shows on its status board: group and values.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
 
-    def __init__(self, address: str, options: RankGroupOptions, watch: RankWatch) -> None:
+    def __init__(
+        self,
+        address: str,
+        options: RankGroupOptions,
+        watch: RankWatch,
+        on_board: Callable[[int, list[float]], None] = lambda group, values: None,
+    ) -> None:
         self._options = options
+        self._on_board = on_board
         self._watch = watch
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -37,14 +61,25 @@ class RankControl:
         except zmq.ZMQError as error:
             raise ConfigError(f"--dist-init-addr {options.leader_address}: cannot listen there: {error}") from None
         self._peers: set[bytes] = set()
+        self._asked: queue.SimpleQueue[tuple[str, Future[list[Any]]]] = queue.SimpleQueue()
+        self._calls: dict[int, RankCall] = {}
+        self._call_ids = itertools.count()
+        watch.on_verdict(self._fail_calls)
         self._welcome: messages.Welcome | None = None
+        self._uninvited: dict[int, bytes] = {}  # by rank: those that have said hello
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank control", daemon=True)
         self._thread.start()
 
     def invite(self, welcome: messages.Welcome) -> None:
-        """Sends the welcome to every rank, now and to those that come later."""
+        """Sends the welcome to every rank, now and to those that come later, each with its group's plan address."""
         self._welcome = welcome
+
+    def call_all(self, method: str) -> Future[list[Any]]:
+        """Has every rank but 0 run one of `worker.calls`; their answers in order. `RankLost` if one is lost."""
+        future: Future[list[Any]] = Future()
+        self._asked.put((method, future))
+        return future
 
     def close(self) -> None:
         self._closing.set()
@@ -52,7 +87,7 @@ class RankControl:
 
     def _run(self) -> None:
         began = last = time.monotonic()
-        told, invited, dismissed = began, False, False
+        told, released, dismissed = began, False, False
         while not self._closing.is_set():
             if self._socket.poll(int(TICK_SECONDS * 1000)):
                 self._receive()
@@ -60,9 +95,11 @@ class RankControl:
             if now - last >= TICK_SECONDS:
                 self._watch.tick(now - last)
                 last = now
-            if self._welcome is not None and not invited:
-                invited = True
-                self._tell_all(self._welcome)
+            self._invite_those_that_can_come()
+            self._begin_calls()
+            if self._watch.all_loaded and not released:
+                released = True
+                self._tell_all(messages.Go(self._watch.step_addresses))
             if self._watch.verdict is not None and not dismissed:
                 dismissed = True
                 self._tell_all(messages.Leave(str(self._watch.verdict)))
@@ -89,11 +126,11 @@ class RankControl:
                 return
             self._peers.add(identity)
             message = messages.decode_to_leader(body)
+            if isinstance(message, messages.Hello) and message.rank < self._options.size:
+                self._uninvited[message.rank] = identity
             self._take(message)
             if self._watch.verdict is not None:
                 self._tell(identity, messages.Leave(str(self._watch.verdict)))
-            elif isinstance(message, messages.Hello) and self._welcome is not None:
-                self._tell(identity, self._welcome)
             else:
                 self._tell(identity, messages.Alive())
 
@@ -103,10 +140,14 @@ class RankControl:
             self._greet(message)
         elif isinstance(message, messages.Beat):
             watch.beat(message.rank, message.position)
+            if message.board:
+                self._on_board(self._options.places[message.rank].group, message.board)
         elif isinstance(message, messages.Loaded):
-            watch.loaded(message.rank, message.kernels)
+            watch.loaded(message.rank, message.kernels, message.core_address, message.step_address)
         elif isinstance(message, messages.Failed):
             watch.failed(message.rank, message.message, peer_lost=message.peer_lost, config_error=message.config_error)
+        elif isinstance(message, messages.Answer):
+            self._answered(message)
         elif isinstance(message, messages.Died):
             watch.died(message.rank, message.how)
 
@@ -114,10 +155,49 @@ class RankControl:
         if not 0 < hello.rank < self._options.size:
             self._watch.give_up(f"rank {hello.rank} on {hello.host} asks to join, but there are {self._options.size}")
             return
-        self._watch.joined(hello.rank, hello.host, hello.pid)
+        self._watch.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
         if hello.fingerprint != self._options.fingerprint:
             who = self._watch.describe(hello.rank)
             self._watch.give_up(f"{who} on {hello.host} was started with other flags than rank 0: start all alike")
+
+    def _begin_calls(self) -> None:
+        while not self._asked.empty():
+            method, future = self._asked.get()
+            number = next(self._call_ids)
+            self._calls[number] = RankCall(future)
+            for rank in range(1, self._options.size):
+                self._tell(f"rank{rank}".encode(), messages.Run(number, method))
+            if self._options.size == 1:
+                self._calls.pop(number).future.set_result([])
+
+    def _answered(self, answer: messages.Answer) -> None:
+        call = self._calls.get(answer.id)
+        if call is None:
+            return
+        if answer.error:
+            del self._calls[answer.id]
+            call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
+            return
+        call.answers[answer.rank] = answer.value
+        if len(call.answers) == self._options.size - 1:
+            del self._calls[answer.id]
+            call.future.set_result([call.answers[rank] for rank in range(1, self._options.size)])
+
+    def _fail_calls(self, verdict: RankLost) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.future.set_exception(verdict)
+
+    def _invite_those_that_can_come(self) -> None:
+        if self._welcome is None or not self._uninvited:
+            return
+        places = self._options.places
+        for rank, identity in list(self._uninvited.items()):
+            group = places[rank].group
+            address = self._watch.plan_address_of(group) if group else self._welcome.plan_address
+            if address or self._options.group_size == 1:
+                del self._uninvited[rank]
+                self._tell(identity, msgspec.structs.replace(self._welcome, plan_address=address))
 
     def _tell_all(self, message: messages.ToRank) -> None:
         for identity in self._peers:

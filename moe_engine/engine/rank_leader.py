@@ -1,4 +1,4 @@
-"""Rank 0's side of a group: brings all ranks up, hands out the worker that drives them, takes all of them down."""
+"""Rank 0's side of a world: brings all ranks up, hands out the worker that drives its own group, takes all down."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import zmq
 
 from moe_engine.engine import rank_messages as messages
+from moe_engine.engine.lockstep import Lockstep, StepMesh
 from moe_engine.engine.rank_control import RankControl
 from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.rank_process import LocalRanks
 from moe_engine.engine.rank_watch import RankWatch
 from moe_engine.engine.rank_world import join_world, open_store, quieten_torch
+from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import ConfigError
 from moe_engine.worker.plan_channel import PlanSender
 from moe_engine.worker.rank_group import Failure, RankGroupWorker, RankLost, kernels_of
 from moe_engine.worker.rank_progress import Progress
+
+if TYPE_CHECKING:
+    from moe_engine.engine.core_process import CoreSpec
 
 logger = logging.getLogger("moe_engine")
 
@@ -30,14 +36,14 @@ LEAVE_SECONDS = 0.6
 
 
 class RankGroup:
-    """The ranks of one engine core. The process that holds it ends by `os._exit` after a `RankLost`: a thread of it may
+    """The ranks of one model. The process that holds it ends by `os._exit` after a `RankLost`: a thread of it may
     hang in a collective.
 
     Args:
-        folder: of the run, for the sockets of a single node.
+        spec: of this core, whose folder has the sockets of a single node.
     """
 
-    def __init__(self, config: Any, options: RankGroupOptions, folder: Path, log_level: str = "info") -> None:
+    def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
         quieten_torch()
         self._config = config
         self._options = options
@@ -46,13 +52,21 @@ class RankGroup:
         self.watch = RankWatch(options.places, options.limits, self._progress.position, (host, os.getpid()))
         self._lost = threading.Event()
         self.watch.on_verdict(lambda verdict: self._lost.set())
+        folder = spec.board_path.parent
         if options.leader_address is None:
-            control, plans = f"ipc://{folder}/ranks", f"ipc://{folder}/plans"
+            control, plans, steps = (f"ipc://{folder}/{name}" for name in ("ranks", "plans-0", "steps-0"))
         else:
-            control, plans = options.leader_tcp(), options.leader_tcp("*")
-        self._control = RankControl(control, options, self.watch)
+            control, plans, steps = options.leader_bind(), options.leader_bind("*"), options.leader_bind("*")
+        self._front_address = spec.front_address
+        self._boards = {
+            place.group: StatusBoard(spec.board_of(place.group))
+            for place in options.places
+            if place.leads and place.node_rank != options.node_rank
+        }
+        self._control = RankControl(control, options, self.watch, lambda group, values: self._show(group, values))
         self._sender = PlanSender(plans)
-        self._ranks = LocalRanks(config, options, control, self.watch.died, log_level)
+        self._mesh = StepMesh(0, options.num_groups, steps) if options.num_groups > 1 else None
+        self._ranks = LocalRanks(config, options, control, self.watch.died, log_level, spec)
         self._worker: RankGroupWorker | None = None
 
     @property
@@ -61,7 +75,7 @@ class RankGroup:
         return self._ranks.pids
 
     def start(self) -> tuple[RankGroupWorker, Any]:
-        """Returns when every rank is ready: the worker of the group, and rank 0's own inside it.
+        """Returns when every rank is ready: the worker of rank 0's group, and its own inside it.
 
         Raises:
             ConfigError: a rank refused the configuration or the checkpoint.
@@ -73,16 +87,28 @@ class RankGroup:
         while not (self.watch.all_loaded and prepared):
             if self._lost.wait(0.01):
                 self._raise()
-        if not self._sender.wait_subscribed(self._options.size - 1, self._options.limits.silent):
+        if not self._sender.wait_subscribed(self._options.group_size - 1, self._options.limits.silent):
             self.watch.give_up("a rank is ready but does not listen for plans")
             self._raise()
         self.watch.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
-        self._worker = RankGroupWorker(prepared[0], self._sender, self.watch, self._progress)
+        self._worker = RankGroupWorker(prepared[0], self._sender, self.watch, self._progress, self._control.call_all)
         return self._worker, prepared[0]
 
+    def lockstep(self) -> Lockstep | None:
+        """With the schedulers of the other groups, after `start`; None with a single group."""
+        if self._mesh is None:
+            return None
+        self._mesh.connect(self.watch.step_addresses)
+        return Lockstep(self._mesh, self.check)
+
+    @property
+    def mesh_socket(self) -> zmq.Socket[bytes] | None:
+        """Readable when another scheduler has begun a step."""
+        return None if self._mesh is None else self._mesh.socket
+
     def check(self) -> None:
-        """Raises `RankLost` when the group has lost a rank."""
+        """Raises `RankLost` when a rank is lost."""
         if self._worker is not None:
             self._worker.check()
 
@@ -96,19 +122,15 @@ class RankGroup:
             self.watch.give_up("the start was broken off")
             self._ranks.stop(LEAVE_SECONDS)
         self._sender.close()
+        if self._mesh is not None:
+            self._mesh.close()
         self._control.close()
 
     def _prepare(self, prepared: list[Any]) -> None:
         options, place = self._options, self._options.places[0]
         try:
-            self._store = open_store(options)
-            leader = self.watch.describe(0)
-            self._control.invite(
-                messages.Welcome(
-                    self._sender.address, options.leader_host, self._store.port, leader, options.generation
-                )
-            )
-            join_world(options, place, options.leader_host, self._store.port, self._store)
+            if options.size > 1:
+                self._meet()
             worker = options.make_worker(self._config, place, self._progress)
         except Exception as error:
             logger.debug("rank 0 failed to start", exc_info=True)
@@ -117,7 +139,30 @@ class RankGroup:
             return
         self._progress.ready = True
         prepared.append(worker)
-        self.watch.loaded(0, kernels_of(worker))
+        steps = self._advertised(self._mesh.address) if self._mesh is not None else ""
+        self.watch.loaded(0, kernels_of(worker), step_address=steps)
+
+    def _meet(self) -> None:
+        """Opens the store, tells the others where it is, and joins them."""
+        options = self._options
+        self._store = open_store(options)
+        self._control.invite(
+            messages.Welcome(
+                self._advertised(self._sender.address),
+                options.leader_host,
+                self._store.port,
+                self.watch.describe(0),
+                options.generation,
+                self._front_address,
+            )
+        )
+        join_world(options, options.places[0], options.leader_host, self._store.port, self._store)
+
+    def _advertised(self, address: str) -> str:
+        return address if self._options.leader_address is None else self._options.leader_advertised(address)
+
+    def _show(self, group: int, values: list[float]) -> None:
+        self._boards[group].unpack(values)
 
     def _raise(self) -> None:
         verdict = self.watch.verdict or RankLost("a rank is lost")

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import zmq
 
@@ -26,6 +27,7 @@ class RankLink:
         hello: sent first; `sign` makes the sign of life sent every `BEAT_SECONDS`.
         silent: seconds without an answer, after the first one, that make the leader lost.
         leave: called from the link's thread, once, with the reason why this process must end now.
+        run: begins a call that the leader asks for; its future holds the answer.
     """
 
     def __init__(
@@ -36,11 +38,14 @@ class RankLink:
         sign: Callable[[], messages.ToLeader],
         silent: float,
         leave: Callable[[str], None],
+        run: Callable[[str], Future[Any]] | None = None,
     ) -> None:
         self.welcome: Future[messages.Welcome] = Future()
+        self.go: Future[messages.Go] = Future()
         self.address = address
         self._identity, self._hello, self._sign = identity, hello, sign
         self._silent, self._leave = silent, leave
+        self._run_call = run
         self._leader = f"the leader at {address}"
         self._outbox: queue.SimpleQueue[messages.ToLeader] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -98,5 +103,21 @@ class RankLink:
         if isinstance(message, messages.Welcome) and not self.welcome.done():
             self._leader = message.leader
             self.welcome.set_result(message)
+        elif isinstance(message, messages.Go) and not self.go.done():
+            self.go.set_result(message)
+        elif isinstance(message, messages.Run):
+            self._begin(message)
         elif isinstance(message, messages.Leave):
             self._leave(message.reason)
+
+    def _begin(self, run: messages.Run) -> None:
+        rank = self._hello.rank if isinstance(self._hello, messages.Hello) else -1
+        if rank < 0 or self._run_call is None:
+            return
+
+        def answer(done: Future[Any]) -> None:
+            error = done.exception()
+            value = None if error is not None else done.result()
+            self.send(messages.Answer(rank, run.id, value, f"{type(error).__name__}: {error}" if error else ""))
+
+        self._run_call(run.method).add_done_callback(answer)

@@ -13,7 +13,7 @@ import socket
 import sys
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_engine import logs
 from moe_engine.engine import rank_messages as messages
@@ -24,8 +24,11 @@ from moe_engine.engine.rank_world import join_world, quieten_torch
 from moe_engine.errors import MoeEngineError
 from moe_engine.models import registry
 from moe_engine.worker.plan_channel import PlanReceiver, Stop
-from moe_engine.worker.rank_group import Failure, LocalWorker, kernels_of
+from moe_engine.worker.rank_group import Failure, LocalWorker, call_one, kernels_of
 from moe_engine.worker.rank_progress import Progress
+
+if TYPE_CHECKING:
+    from moe_engine.engine.rank_scheduler import SchedulingRank
 
 logger = logging.getLogger("moe_engine")
 
@@ -40,7 +43,14 @@ def main() -> NoReturn:
     sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
     for architecture in spec.outside_models:
         registry.register(*architecture)
-    os._exit(Follower(spec).run())  # a thread that hangs in a collective must not keep the process
+    rank = _scheduling(spec) if spec.place.leads else Follower(spec)
+    os._exit(rank.run())  # a thread that hangs in a collective must not keep the process
+
+
+def _scheduling(spec: RankSpec) -> SchedulingRank:
+    from moe_engine.engine.rank_scheduler import SchedulingRank
+
+    return SchedulingRank(spec)
 
 
 class Follower:
@@ -51,7 +61,8 @@ class Follower:
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._link.hurry())
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
         silent = spec.options.limits.silent
-        self._link = RankLink(spec.control_address, f"rank{self._rank}", hello, self._sign, silent, _leave)
+        self._worker: Future[LocalWorker] = Future()
+        self._link = RankLink(spec.control_address, f"rank{self._rank}", hello, self._sign, silent, _leave, self._call)
 
     def run(self) -> int:
         """Returns the exit code after an orderly end; a lost group ends the process from the link's thread."""
@@ -86,6 +97,7 @@ class Follower:
         error = future.exception()
         if error is None:
             self._progress.ready = True
+            self._worker.set_result(future.result())
             self._link.send(messages.Loaded(self._rank, kernels_of(future.result())))
         else:
             self._fail(error)
@@ -102,6 +114,10 @@ class Follower:
         if not failure.peer_lost and not failure.config_error:
             logger.error("%s", "".join(traceback.format_exception(error)))
         self._link.send(messages.Failed(self._rank, failure.message, failure.peer_lost, failure.config_error))
+
+    def _call(self, method: str) -> Future[Any]:
+        """Calls come when all ranks are ready."""
+        return call_one(self._worker.result(), method)
 
     def _sign(self) -> messages.Beat:
         position = self._progress.position()

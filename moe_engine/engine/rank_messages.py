@@ -6,6 +6,8 @@ plan channel, the store of torch.distributed) comes back in `Welcome`. Encoded w
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from moe_engine.worker.rank_progress import Position
@@ -19,26 +21,39 @@ class RankMessage(msgspec.Struct, tag_field="kind", omit_defaults=True):
 
 
 class Hello(RankMessage, tag="hello"):
-    """A rank is up. `fingerprint` stands for the flags it was started with: they must be the leader's."""
+    """A rank is up. `fingerprint` stands for the flags it was started with: they must be the leader's.
+
+    `plan_address`: where a rank that schedules sends its group's plans from.
+    """
 
     rank: int
     host: str
     pid: int
     fingerprint: str = ""
+    plan_address: str = ""
 
 
 class Beat(RankMessage, tag="beat"):
-    """A rank's process runs, and where it is. Answered by `Alive`."""
+    """A rank's process runs, and where it is. Answered by `Alive`.
+
+    `board`: what a rank that schedules on another node would write on its status board (`StatusBoard.pack`).
+    """
 
     rank: int
     position: Position
+    board: list[float] = []
 
 
 class Loaded(RankMessage, tag="loaded"):
-    """A rank has its weights and takes plans. `kernels`: chosen row by family; ranks must choose alike."""
+    """A rank has its weights and takes plans. `kernels`: chosen row by family; ranks must choose alike.
+
+    Of a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers.
+    """
 
     rank: int
     kernels: dict[str, str] = {}
+    core_address: str = ""
+    step_address: str = ""
 
 
 class Failed(RankMessage, tag="failed"):
@@ -57,6 +72,15 @@ class Died(RankMessage, tag="died"):
     how: str
 
 
+class Answer(RankMessage, tag="answer"):
+    """What a rank answered to `Run` of the same id; `error` where it could not."""
+
+    rank: int
+    id: int
+    value: Any = None
+    error: str = ""
+
+
 class NodeHere(RankMessage, tag="node"):
     """From the launcher of another node: it runs. Answered by `Alive`."""
 
@@ -69,13 +93,30 @@ class NodeHere(RankMessage, tag="node"):
 
 
 class Welcome(RankMessage, tag="welcome"):
-    """All ranks are up: how to join them. `leader` names rank 0's process for messages of a follower."""
+    """How to join the others. `leader` names rank 0's process for messages of a follower.
+
+    `plan_address` is that of the rank's own group; at `front_address` the front end listens for cores of other nodes.
+    """
 
     plan_address: str
     store_host: str
     store_port: int
     leader: str
     generation: int = 0
+    front_address: str = ""
+
+
+class Go(RankMessage, tag="go"):
+    """Every rank is ready. `step_addresses` of all schedulers, by group."""
+
+    step_addresses: list[str] = []
+
+
+class Run(RankMessage, tag="run"):
+    """Call `method` of `worker.calls`, between two steps."""
+
+    id: int
+    method: str
 
 
 class Alive(RankMessage, tag="alive"):
@@ -88,8 +129,8 @@ class Leave(RankMessage, tag="leave"):
     reason: str
 
 
-ToLeader = Hello | Beat | Loaded | Failed | Died | NodeHere
-ToRank = Welcome | Alive | Leave
+ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | NodeHere
+ToRank = Welcome | Go | Run | Alive | Leave
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode

@@ -12,13 +12,20 @@ from moe_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank of the group. `name` opens its log lines and names it in errors: ``DP0 TP3``, or ``TP3``."""
+    """One rank of the world. `name` opens its log lines and names it in errors: ``DP0 TP3``, or ``TP3``.
+
+    `group` counts attention groups; `leads` tells that the rank's process schedules for its group.
+    """
 
     rank: int
     size: int
     name: str
     node_rank: int = 0
     local_rank: int = 0
+    group: int = 0
+    leads: bool = False
+    device: str = "cpu"
+    """``cpu``, or ``cuda:3``."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,11 @@ class WatchLimits:
 
 @dataclass(frozen=True)
 class RankGroupOptions:
-    """One engine core's ranks.
+    """The ranks of one model, which meet in its collectives.
 
     Args:
+        num_groups: attention groups, each with requests and a scheduler of its own.
+        first_group: the number of the first group among those of all replicas; None with a single group in all.
         make_worker: ``make_worker(config, place, progress)`` returns a rank's `worker.Worker`; called in its process
             when torch.distributed is up; picklable by name. Groups it makes should tell `progress.observe`.
         leader_address: ``host:port`` of rank 0's node, the one address that must be known; None on a single node.
@@ -53,30 +62,53 @@ class RankGroupOptions:
     num_nodes: int = 1
     node_rank: int = 0
     leader_address: str | None = None
-    name_prefix: str = ""
+    num_groups: int = 1
+    first_group: int | None = None
     backend: str = "gloo"
     limits: WatchLimits = field(default_factory=WatchLimits)
     collective_timeout: float = 300.0
     fingerprint: str = ""
     generation: int = 0
+    device: str = "cpu"
+    base_device: int = 0
+    """GPU of the node's first rank; `device_step` further stands the next rank's."""
+    device_step: int = 1
 
     def __post_init__(self) -> None:
         if self.size % self.num_nodes:
             raise ConfigError(f"{self.size} ranks do not fill --nnodes {self.num_nodes} evenly")
         if self.num_nodes > 1 and self.leader_address is None:
             raise ConfigError(f"--nnodes {self.num_nodes} needs --dist-init-addr HOST:PORT of node 0")
+        if self.size % self.num_groups:
+            raise ConfigError(f"{self.size} ranks do not form {self.num_groups} equal attention groups")
 
     @property
     def ranks_per_node(self) -> int:
         return self.size // self.num_nodes
 
     @property
+    def group_size(self) -> int:
+        """Ranks that share a scheduler."""
+        return self.size // self.num_groups
+
+    @property
     def places(self) -> list[RankPlace]:
-        per_node, prefix = self.ranks_per_node, f"{self.name_prefix} " if self.name_prefix else ""
-        return [
-            RankPlace(rank, self.size, f"{prefix}TP{rank}", rank // per_node, rank % per_node)
-            for rank in range(self.size)
-        ]
+        return [self._place(rank) for rank in range(self.size)]
+
+    def _place(self, rank: int) -> RankPlace:
+        group, follows = divmod(rank, self.group_size)
+        node, local = divmod(rank, self.ranks_per_node)
+        first = 0 if self.first_group is None and self.num_groups > 1 else self.first_group
+        prefix = "" if first is None else f"DP{first + group} "
+        name = f"{prefix}TP{rank}" if self.size > 1 or not prefix else prefix.strip()
+        device = self.device
+        if device != "cpu":
+            device += f":{self.base_device + self.device_step * local}"
+        return RankPlace(rank, self.size, name, node, local, group, not follows, device)
+
+    def leader_of(self, group: int) -> int:
+        """The rank whose process schedules for a group."""
+        return group * self.group_size
 
     @property
     def local_places(self) -> list[RankPlace]:
@@ -85,6 +117,16 @@ class RankGroupOptions:
     @property
     def leader_host(self) -> str:
         return self.leader_address.rpartition(":")[0].strip("[]") if self.leader_address else "127.0.0.1"
+
+    def leader_bind(self, port: str | None = None) -> str:
+        """Where rank 0 listens, as `leader_tcp`; on every interface where its own name means the machine itself to it
+        (Debian's ``127.0.1.1 node0`` in /etc/hosts)."""
+        scheme, _, rest = self.leader_tcp(port).partition("//")
+        return f"{scheme}//*:{rest.rpartition(':')[2]}" if rest.startswith("127.") else f"{scheme}//{rest}"
+
+    def leader_advertised(self, bound: str) -> str:
+        """What others call an address that rank 0 has bound by `leader_bind`."""
+        return f"tcp://{self.leader_host}:{bound.rpartition(':')[2]}"
 
     def leader_tcp(self, port: str | None = None) -> str:
         """``tcp://IP:PORT`` of the leader's control channel, or another `port` of its node.

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_engine.engine.process import ChildProcess
 from moe_engine.engine.rank_options import RankGroupOptions, RankPlace
 from moe_engine.models import registry
+
+if TYPE_CHECKING:
+    from moe_engine.engine.core_process import CoreSpec
 
 RANK_MODULE = "moe_engine.engine.rank_main"
 
@@ -27,12 +30,15 @@ class RankSpec:
     log_level: str
     outside_models: list[tuple[str, str, str]]
     import_path: list[str]
+    front: CoreSpec | None = None
+    """On the leader's node: the front end's folder, with sockets and boards."""
 
 
 class LocalRanks:
     """Starts this node's followers and watches them.
 
     Args:
+        front: of the core that leads, on its node.
         on_exit: called from a watcher thread with the rank and a sentence that names its process and how it ended.
     """
 
@@ -43,14 +49,13 @@ class LocalRanks:
         control_address: str,
         on_exit: Callable[[int, str], None],
         log_level: str = "info",
+        front: CoreSpec | None = None,
     ) -> None:
         self._children: dict[int, ChildProcess] = {}
         for place in options.local_places:
             if place.rank == 0:
                 continue
-            spec = RankSpec(
-                config, options, place, control_address, log_level, registry.added(), import_path=list(sys.path)
-            )
+            spec = RankSpec(config, options, place, control_address, log_level, registry.added(), list(sys.path), front)
             self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(on_exit, place.rank))
 
     @property

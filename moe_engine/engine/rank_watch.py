@@ -45,6 +45,9 @@ class RankState:
     pid: int = 0
     loaded: bool = False
     kernels: Mapping[str, str] | None = None
+    plan_address: str = ""
+    core_address: str = ""
+    step_address: str = ""
     position: Position = field(default_factory=Position)
     silence: Silence = field(default_factory=Silence)
     still: Silence = field(default_factory=Silence)
@@ -82,9 +85,9 @@ class RankWatch:
 
     # -- signs
 
-    def joined(self, rank: int, host: str, pid: int) -> None:
+    def joined(self, rank: int, host: str, pid: int, plan_address: str = "") -> None:
         state = self._ranks[rank]
-        state.host, state.pid = host, pid
+        state.host, state.pid, state.plan_address = host, pid, plan_address
         state.silence.heard()
 
     def beat(self, rank: int, position: Position) -> None:
@@ -92,10 +95,11 @@ class RankWatch:
         state.silence.heard()
         self._moved(state, position)
 
-    def loaded(self, rank: int, kernels: Mapping[str, str]) -> None:
+    def loaded(self, rank: int, kernels: Mapping[str, str], core_address: str = "", step_address: str = "") -> None:
         """Ranks with other kernels would differ in the last bits and so, some day, in a token."""
         with self._lock:
             self._ranks[rank].kernels = kernels
+            self._ranks[rank].core_address, self._ranks[rank].step_address = core_address, step_address
             expected = self._ranks[0].kernels
             for state in self._ranks:
                 if None not in (expected, state.kernels) and state.kernels != expected:
@@ -132,6 +136,22 @@ class RankWatch:
     @property
     def all_loaded(self) -> bool:
         return all(state.loaded for state in self._ranks)
+
+    def plan_address_of(self, group: int) -> str:
+        """Where a group's plans come from; empty until its scheduler is up."""
+        return self._scheduler_of(group).plan_address
+
+    @property
+    def core_addresses(self) -> list[str]:
+        """Of all schedulers, by group, when all have loaded; empty for this process's own."""
+        return [state.core_address for state in self._ranks if state.place.leads]
+
+    @property
+    def step_addresses(self) -> list[str]:
+        return [state.step_address for state in self._ranks if state.place.leads]
+
+    def _scheduler_of(self, group: int) -> RankState:
+        return next(state for state in self._ranks if state.place.leads and state.place.group == group)
 
     def slowest_steps_done(self) -> int:
         return min((state.position.steps_done for state in self._ranks[1:]), default=self._position().steps_done)

@@ -2,25 +2,115 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_engine.config.resolve import ResolvedConfig
-from moe_engine.engine.rank_options import RankPlace
+from moe_engine.config.resolve import ResolvedConfig, step_shape
+from moe_engine.config.resolve_parallel import dispatch_tokens
+from moe_engine.engine.core_setup import make_worker
+from moe_engine.engine.rank_options import RankGroupOptions, RankPlace, WatchLimits
 from moe_engine.worker.rank_progress import Progress
 
 if TYPE_CHECKING:
+    from moe_engine.parallel.context import ParallelContext
+    from moe_engine.parallel.overlap import Overlap
     from moe_engine.worker.worker import Worker
 
+COLLECTIVE_SECONDS = 300.0
 
-def replicated_worker(config: ResolvedConfig, place: RankPlace, progress: Progress) -> Worker:
-    """The whole model on every rank: all compute the same tokens."""
+
+def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOptions | None:
+    """The ranks of one replica; None where it is a single process."""
+    plan = config.parallel
+    topology = plan.topology
+    if topology.tp_size == 1 and plan.num_replicas == 1:
+        return None
+    groups = topology.attn_dp_size
+    return RankGroupOptions(
+        topology.tp_size,
+        sharded_worker,
+        num_nodes=topology.num_nodes,
+        node_rank=plan.node_rank,
+        leader_address=plan.leader_address,
+        num_groups=groups,
+        first_group=replica * groups if plan.num_groups > 1 else None,
+        backend="gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
+        limits=WatchLimits(start=plan.start_seconds),
+        collective_timeout=COLLECTIVE_SECONDS,
+        fingerprint=fingerprint(config),
+        device=config.device,
+        base_device=config.args.parallel.base_gpu_id + config.args.parallel.gpu_id_step * replica * topology.tp_size,
+        device_step=config.args.parallel.gpu_id_step,
+    )
+
+
+def fingerprint(config: ResolvedConfig) -> str:
+    """Equal on nodes whose ranks compute alike: the values that decide shapes, plans and tokens."""
+    plan = config.parallel
+    shared = (
+        plan.topology,
+        plan.dispatch.row.name if plan.dispatch is not None else "",
+        config.model.architecture,
+        config.model.num_parameters(),
+        config.dtype,
+        config.kv_cache_dtype,
+        config.context_len,
+        config.page_size,
+        config.speculation,
+        replace(config.experts, directory=Path()),
+    )
+    return repr(shared)
+
+
+def sharded_worker(config: ResolvedConfig, place: RankPlace, progress: Progress) -> Worker:
+    """This rank's part of the model; collective over the ranks."""
     import torch
 
-    from moe_engine.engine.core_main import worker_options
-    from moe_engine.worker.worker import Worker
+    from moe_engine.parallel.context import SINGLE, join
+    from moe_engine.worker.expert_setup import with_experts
 
     torch.manual_seed(config.random_seed)
     progress.phase = lambda: "loading"
-    worker = Worker.create(worker_options(config))
+    parallel = SINGLE
+    if place.size > 1:
+        topology = config.parallel.topology
+        parallel = join(topology, place.rank, COLLECTIVE_SECONDS, place.device, observe=progress.observe)
+        parallel = with_experts(parallel, config.model, config.experts, place.device)
+        parallel = _with_dispatcher(config, parallel)
+    worker = make_worker(config, device=place.device, parallel=parallel, progress=place.rank == 0)
     progress.phase = lambda: worker.runner.phase
     return worker
+
+
+def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> ParallelContext:
+    import torch
+
+    from moe_engine.models.sharding import dispatch_shape
+    from moe_engine.parallel.context import with_dispatcher
+    from moe_engine.worker.warmup import NUM_TOKENS
+
+    plan = config.parallel
+    if plan.dispatch is None:
+        return parallel
+    step = step_shape(config)
+    most = max(step.num_tokens, NUM_TOKENS)
+    shape = dispatch_shape(config.model, parallel, getattr(torch, config.dtype), most)
+    shape = replace(shape, fp8=plan.dispatch_fp8)
+    parallel = with_dispatcher(parallel, plan.dispatch, shape, dispatch_tokens(plan, step.num_logits))
+    return replace(parallel, overlap=_overlap(config, parallel))
+
+
+def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | None:
+    from moe_engine.parallel.overlap import Overlap
+    from moe_engine.worker.device_stream import make_lane
+
+    flags = config.args.parallel
+    if not flags.enable_two_batch_overlap and not flags.enable_single_batch_overlap:
+        return None
+    return Overlap(
+        make_lane(parallel.ep.device),
+        two_batches=flags.enable_two_batch_overlap,
+        threshold=flags.tbo_token_distribution_threshold,
+        shared_expert=flags.enable_single_batch_overlap,
+    )

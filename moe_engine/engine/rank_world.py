@@ -11,6 +11,9 @@ import psutil
 
 from moe_engine.engine.rank_options import RankGroupOptions, RankPlace
 
+ELSEWHERE = ("192.0.2.1", 9)
+"""An address of nobody (RFC 5737): the way there is the default route."""
+
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -56,12 +59,37 @@ def join_world(options: RankGroupOptions, place: RankPlace, host: str, port: int
         raise PeerLost(f"joining the other ranks at {host}:{port}: {reason}") from error
 
 
-def interface_towards(host: str, port: int) -> str:
-    """The network interface that this machine reaches `host` by: the one the other ranks can reach it by, too."""
+def own_address_towards(host: str, port: int = 9) -> str:
+    """This machine's IP address on the way to `host`: the one the other ranks can reach it by, too."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    own = _source_address(family, address)
+    if own.startswith("127.") and own != "127.0.0.1":  # `host` is this machine's own name, in /etc/hosts
+        own = _source_address(socket.AF_INET, ELSEWHERE) or _first_address() or own
+    return own
+
+
+def _source_address(family: int, destination: Any) -> str:
+    """Empty where no route leads there."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: the system only picks a route
-        own = probe.getsockname()[0]
+        try:
+            probe.connect(destination)  # sends nothing: the system only picks a route
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _first_address() -> str:
+    """An address of this machine that is not its own loop."""
+    for addresses in psutil.net_if_addrs().values():
+        for item in addresses:
+            if item.family == socket.AF_INET and not item.address.startswith("127."):
+                return str(item.address)
+    return ""
+
+
+def interface_towards(host: str, port: int) -> str:
+    """The network interface of `own_address_towards`."""
+    own = own_address_towards(host, port)
     for name, addresses in psutil.net_if_addrs().items():
         if any(item.address.partition("%")[0] == own for item in addresses):
             return name

@@ -28,6 +28,7 @@ class StepReporter:
         self.gen_throughput = 0.0
         self._total_tokens = 0
         self._total_steps = 0
+        self._cuda_graph = False
 
     def planned(self, scheduler: Scheduler) -> None:
         """A step was made; logs it if it holds prefill work."""
@@ -46,10 +47,14 @@ class StepReporter:
         if facts is None or not facts.num_decodes:
             return
         self._decodes += 1
+        self._cuda_graph = result.cuda_graph
         if self._decodes % self._interval == 0:
             self._measure()
             accept_len = speculator.take_accept_length() if speculator is not None else None
-            logger.info("%s", log_lines.decode_line(facts, self.gen_throughput, accept_len=accept_len))
+            line = log_lines.decode_line(
+                facts, self.gen_throughput, cuda_graph=result.cuda_graph, accept_len=accept_len
+            )
+            logger.info("%s", line)
 
     def failed(self) -> None:
         """The oldest planned step brought no result."""
@@ -66,6 +71,7 @@ class StepReporter:
             "last_gen_throughput": self.gen_throughput,
             "total_generated_tokens": self._total_tokens,
             "total_steps": self._total_steps,
+            "is_cuda_graph": int(self._cuda_graph),
         }
 
     def _measure(self) -> None:

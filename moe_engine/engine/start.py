@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine.client_api import EngineInfo
 from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.frontend import FrontendSettings
+from moe_engine.engine.rank_worker import rank_group_options
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -21,9 +23,25 @@ def engine_info(facts: dict[str, Any]) -> EngineInfo:
     return msgspec.convert({key: value for key, value in facts.items() if key in known}, EngineInfo)
 
 
-def start_core(config: ResolvedConfig) -> CoreProcess:
-    """Starts the core process and returns at once; `wait_ready` tells when it serves."""
-    return CoreProcess(config)
+def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
+    """Starts the core process of each replica and returns at once; `wait_ready` tells when one serves."""
+    replicas = config.parallel.num_replicas
+    names = ["engine core"] if replicas == 1 else [f"engine core DP{i}" for i in range(replicas)]
+    return [CoreProcess(config, name=name, ranks=rank_group_options(config, i)) for i, name in enumerate(names)]
+
+
+def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
+    """Blocks until all serve; their facts are alike. Raises as `CoreProcess.wait_ready`."""
+    facts = [core.wait_ready() for core in cores]
+    return engine_info(facts[0])
+
+
+def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
+    """Ends what still runs of them."""
+    for core in cores:
+        core.expect_exit()
+    for core in cores:
+        core.stop(grace)
 
 
 def open_tokenizer(config: ResolvedConfig) -> Tokenizer | None:

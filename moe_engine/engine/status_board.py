@@ -29,6 +29,7 @@ _FIELDS = (
     "num_retracted",
     "new_token_ratio",
 )
+_TIMES = {"last_turn", "step_end", "busy_since", "oldest_queued"}
 _OFFSET = {name: 8 * i for i, name in enumerate(_FIELDS)}
 _SIZE = 8 * len(_FIELDS)
 
@@ -74,6 +75,16 @@ class StatusBoard:
         """Sets the named fields; a double is written whole, fields are independent of each other."""
         for name, value in values.items():
             struct.pack_into("=d", self._map, _OFFSET[name], value)
+
+    def pack(self) -> list[float]:
+        """All fields for a board on another machine, whose clock is another: times as ages, 0 for none."""
+        values, now = struct.unpack_from(f"={len(_FIELDS)}d", self._map, 0), time.monotonic()
+        return [now - v if name in _TIMES and v else v for name, v in zip(_FIELDS, values)]
+
+    def unpack(self, packed: list[float]) -> None:
+        """Shows what `pack` took elsewhere."""
+        now = time.monotonic()
+        self.write(**{name: now - v if name in _TIMES and v else v for name, v in zip(_FIELDS, packed)})
 
     def read(self) -> Status:
         values = dict(zip(_FIELDS, struct.unpack_from(f"={len(_FIELDS)}d", self._map, 0)))

@@ -8,13 +8,22 @@ from moe_engine.engine import messages
 
 
 class ZmqPort:
-    """Implements `core.Port`: pulls from the front end, pushes to it. Nothing is ever dropped for being slow."""
+    """Implements `core.Port`: pulls from the front end, pushes to it. Nothing is ever dropped for being slow.
 
-    def __init__(self, to_core_address: str, from_core_address: str) -> None:
+    Args:
+        to_core_address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
+        wake: a socket whose messages end a wait, too; read by its owner.
+    """
+
+    def __init__(self, to_core_address: str, from_core_address: str, wake: zmq.Socket[bytes] | None = None) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._in = context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
         self._in.bind(to_core_address)
+        self.address: str = self._in.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+        self._poller = zmq.Poller()
+        for socket in (self._in,) if wake is None else (self._in, wake):
+            self._poller.register(socket, zmq.POLLIN)
         self._out = context.socket(zmq.PUSH)
         self._out.setsockopt(zmq.SNDHWM, 0)
         self._out.setsockopt(zmq.LINGER, 1000)
@@ -22,7 +31,7 @@ class ZmqPort:
 
     def receive(self, timeout: float) -> list[messages.Message]:
         received: list[messages.Message] = []
-        if timeout and not self._in.poll(int(timeout * 1000)):
+        if timeout and not self._poller.poll(int(timeout * 1000)):
             return received
         while True:
             try:

@@ -22,6 +22,8 @@ from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.types import Request
 
 _UNLIMITED = 1 << 60
+SHARED_TOKENS = 32
+"""Prompts that share so many tokens beyond what is cached are not computed side by side: the second waits a step."""
 
 
 class Blocked(enum.Enum):
@@ -127,6 +129,8 @@ class Admission:
             return batch
         if may_admit and not (batch.jobs and budget.exhausted):
             for entry in self._policy.order(self._queue, self._memory.tree):
+                if self._is_computed_by(batch, entry):
+                    continue
                 batch.blocked = self._admit(entry, batch, budget, num_running)
                 if batch.blocked is not Blocked.NOTHING:
                     batch.blocked_entry = entry
@@ -136,6 +140,22 @@ class Admission:
                     break
             self._queue.admit(batch.admitted)
         return batch
+
+    def _is_computed_by(self, batch: PrefillBatch, entry: Waiting) -> bool:
+        """Whether a request of the batch computes a longer part of this one's prompt than is cached: one step later it
+        need not be computed again. Whoever waits so waits no longer than that request's own prompt takes."""
+        if self._config.disable_radix_cache or not batch.jobs:
+            return False
+        least = entry.matched(self._memory.tree).length + SHARED_TOKENS
+        if least > entry.limit:
+            return False
+        keys, extra_key = entry.prefix_keys[:least], entry.request.extra_key
+        return any(
+            job.start + len(job.slots) >= least
+            and job.entry.request.extra_key == extra_key
+            and job.entry.prefix_keys[:least] == keys
+            for job in batch.jobs
+        )
 
     def _continue(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, others: bool) -> bool:
         """The next chunk of the pending request. True if that was its last and others may join."""

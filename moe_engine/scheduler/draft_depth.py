@@ -52,15 +52,17 @@ class FixedDepth:
         return None
 
 
-KEEP = 4
-"""Steps over which a choice is kept while the batch is the same: weighing costs about as much as a small operator."""
+KEEP, KEEP_LONGEST = 4, 32
+"""Steps over which a choice is kept while the batch is the same, twice as many each time that drafts are chosen again:
+weighing costs about as much as a small operator."""
 TRIES = 3
 """Steps with a single draft that begin it all."""
 UNPRICED = 8
 """Steps in a row whose price stayed unknown (they all held prompts too) after which a single draft is made unpriced:
 beside a prompt it costs little."""
-RETRY_EVERY = 96
-"""Steps between two looks at the runner-up."""
+RETRY_EVERY, RETRY_SELDOM = 96, 768
+"""Steps between two looks at the runner-up, twice as many each time that the deepest chain is best: then there is
+nothing more to learn of deeper drafts."""
 MARGIN = 1.02
 """Drafting must be better than not drafting by this factor."""
 PATIENCE = 4
@@ -69,6 +71,8 @@ CLEAR_LOSS = 0.8
 WORTH_WAKING = 1.3
 """Tokens that a single draft must have been expected to bring for fewer requests to be a reason to wake."""
 FIRST_NAP, LONGEST_NAP = 512, 1 << 14
+USELESS = 4
+"""A nap after a clear loss is so many times as long."""
 
 
 class Acceptance:
@@ -121,7 +125,8 @@ class AutoDepth:
         """Steps with drafts since it woke."""
         self._unpriced = 0
         self._kept, self._kept_for, self._keep_until = 0, (0, 0), 0
-        self._retry_at = RETRY_EVERY
+        self._keep = KEEP
+        self._retry_at = self._retry_every = RETRY_EVERY
         self._steps = 0
         self._wake_at = 0
         self._asleep_below = 0
@@ -152,12 +157,15 @@ class AutoDepth:
         if not self._awake:
             return 0
         if self._steps >= self._retry_at:
-            self._retry_at = self._steps + RETRY_EVERY
+            self._retry_every = min(2 * self._retry_every, RETRY_SELDOM) if best == self._max else RETRY_EVERY
+            self._retry_at = self._steps + self._retry_every
             best = max((depth for depth in depths if depth != best), key=speeds.__getitem__)
             return min(best, 2 * self._price.deepest)
         if best <= self._price.deepest:
+            again = best == self._kept > 0 and self._kept_for == (num_requests, num_draftable)
+            self._keep = min(2 * self._keep, KEEP_LONGEST) if again and self._is_sure else KEEP
             self._kept, self._kept_for = best, (num_requests, num_draftable)
-            self._keep_until = self._steps + KEEP
+            self._keep_until = self._steps + self._keep
         return min(best, 2 * self._price.deepest)
 
     def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
@@ -165,6 +173,11 @@ class AutoDepth:
         self._num_tried += bool(accepted)
         if cost is not None:
             self._price.add(cost)
+
+    @property
+    def _is_sure(self) -> bool:
+        """Whether it has seen enough drafts judged to believe in them."""
+        return self._acceptance.num_seen > 16 * PATIENCE
 
     def _speed(self, num_requests: int, num_draftable: int, depth: int) -> float:
         tokens = num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
@@ -175,16 +188,17 @@ class AutoDepth:
         asleep = num_requests / self._price.asleep(num_requests)
         if best > MARGIN * asleep:
             self._losses = 0
-            if self._acceptance.num_seen > 16 * PATIENCE:
+            if self._is_sure:
                 self._nap = FIRST_NAP
             return
-        self._losses += PATIENCE // 2 if best < CLEAR_LOSS * asleep else 1
+        clear = best < CLEAR_LOSS * asleep
+        self._losses += PATIENCE // 2 if clear else 1
         if self._losses < PATIENCE:
             return
         self._awake = False
         worth_it = self._acceptance.expected(1) > WORTH_WAKING
         self._asleep_below = (num_requests + 1) // 2 if worth_it else 0
-        self._wake_at = self._steps + self._nap
+        self._wake_at = self._steps + min(USELESS * self._nap if clear else self._nap, LONGEST_NAP)
         self._nap = min(2 * self._nap, LONGEST_NAP)
 
     def _wake(self) -> None:

@@ -90,6 +90,8 @@ class PlanFacts:
     num_used: int
     token_usage: float
     draft_depth: int = 0
+    prompt_logprobs: bool = False
+    """Whether a request asks for log-probabilities of prompt tokens that this plan may compute."""
 
 
 @dataclass(frozen=True, slots=True)

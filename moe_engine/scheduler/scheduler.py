@@ -128,16 +128,20 @@ class Scheduler:
 
     # -- planning
 
-    def schedule(self) -> StepPlan | Literal[Drain.NEEDS_DRAIN] | None:
+    def schedule(self, hold_prefill: bool = False) -> StepPlan | Literal[Drain.NEEDS_DRAIN] | None:
         """The next step; None if there is nothing to do now (with a step in flight: before its result is in);
-        NEEDS_DRAIN if memory is so short that the step in flight must be taken in first."""
+        NEEDS_DRAIN if memory is so short that the step in flight must be taken in first.
+
+        Args:
+            hold_prefill: no prompts in this step, because others want to decode.
+        """
         self._absorb_prefills()
         book, draft = self.book, PlanDraft()
         num_before = book.num_running
         mixed = self.config.enable_mixed_chunk and not self._preempting
         if mixed and book.decodes and not self._decode_into(draft):
             return self._drain()
-        skip = not mixed and self._is_decode_turn()
+        skip = hold_prefill or (not mixed and self._is_decode_turn())
         batch = PrefillBatch() if skip else self._build_prefill(draft.num_decode_tokens)
         if batch is None:
             return self._drain()
@@ -297,6 +301,7 @@ class Scheduler:
             num_used=used,
             token_usage=used / memory.slots.num_slots,
             draft_depth=max(draft.depths, default=0),
+            prompt_logprobs=any(_asks_prompt_logprobs(job.entry.request) for job in batch.jobs),
         )
         return plan
 
@@ -345,6 +350,11 @@ class Scheduler:
         """Steps planned whose result has not come."""
         return len(self._flying)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests with prompt tokens that no plan has taken yet."""
+        return len(self.book.queue) + (self.book.chunked is not None)
+
     def is_idle(self) -> bool:
         """No request and no step in flight."""
         return not self.book.live and not self._flying
@@ -378,3 +388,7 @@ class Scheduler:
 
     def load(self) -> LoadSnapshot:
         return load_snapshot(self.book)
+
+
+def _asks_prompt_logprobs(request: Request) -> bool:
+    return request.logprobs is not None and request.logprobs.start is not None

@@ -12,6 +12,7 @@ from moe_engine.errors import ConfigError, InputError
 from moe_engine.server.auth import KeyCheck
 from moe_engine.server.control_api import LATER_ENDPOINTS, ControlApi, internal_states, version
 from moe_engine.server.errors import Handler, Problem, Shape, error_response, guarded, native_body, openai_body
+from moe_engine.server.experts_api import ExpertsApi
 from moe_engine.server.http_io import json_response
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_api import NativeApi
@@ -115,6 +116,12 @@ def _add_native(app: FastAPI, state: ServerState) -> None:
     _route(app, "/server_info /get_server_info", control.server_info, native_body)
     _route(app, "/v1/loads", control.loads, native_body)
     _route(app, "/get_load", control.old_load, native_body)
+    experts = ExpertsApi(state)
+    _route(app, "/start_expert_distribution_record", experts.start, native_body, "GET POST")
+    _route(app, "/stop_expert_distribution_record", experts.stop, native_body, "GET POST")
+    _route(app, "/dump_expert_distribution_record", experts.dump, native_body, "GET POST")
+    _route(app, "/experts", experts.page, native_body)
+    _route(app, "/experts/data", experts.data, native_body)
     for path in LATER_ENDPOINTS:
         shape = openai_body if path.startswith("/v1") else native_body
         _route(app, path, control.later, shape, "GET POST PUT", show=False)

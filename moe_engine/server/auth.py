@@ -9,11 +9,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moe_engine.server.errors import Problem, error_response, native_body, openai_body
 
 FREE_PREFIXES = ("/health", "/metrics", "/ready", "/ping")
+FREE_PATHS = frozenset({"/experts"})
+"""A page without data: it asks for the key, and sends it with what it fetches."""
 
 ADMIN_PATHS = frozenset(
     {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile"}
 )
-ADMIN_PREFIXES = ("/update_weight", "/init_weights", "/release_memory", "/resume_memory", "/pause_", "/continue_")
+ADMIN_PREFIXES = (
+    *("/update_weight", "/init_weights", "/release_memory", "/resume_memory", "/pause_", "/continue_"),
+    *("/start_expert_", "/stop_expert_", "/dump_expert_"),
+)
 
 
 class KeyCheck:
@@ -39,7 +44,7 @@ class KeyCheck:
 
     def _allowed(self, scope: Scope) -> bool:
         path = scope["path"]
-        if scope["method"] == "OPTIONS" or path.startswith(FREE_PREFIXES):
+        if scope["method"] == "OPTIONS" or path.startswith(FREE_PREFIXES) or path in FREE_PATHS:
             return True
         wanted = self._api_key
         if self._admin_api_key and _is_admin(path):

@@ -17,7 +17,6 @@ from moe_engine.server.state import ServerState, trouble
 STATE_TIMEOUT = 2.0
 
 LATER_ENDPOINTS = (
-    "/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record",
     "/update_weights", "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor",
     "/update_weights_from_ipc", "/update_weight_version", "/init_weights_update_group", "/destroy_weights_update_group",
     "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
@@ -111,29 +110,32 @@ class ControlApi:
 
     async def loads(self, request: Request) -> Response:
         """Load per data-parallel rank, as SGLang's routers read it."""
-        health, info = self._state.client.health(), self._state.client.info
-        load = {
-            "dp_rank": 0,
-            "num_running_reqs": health.num_running,
-            "num_waiting_reqs": health.num_waiting,
-            "num_total_reqs": health.num_running + health.num_waiting,
-            "num_used_tokens": health.num_used_tokens,
-            "max_total_num_tokens": info.max_total_num_tokens,
-            "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens),
-            "max_running_requests": info.max_running_requests,
-        }
-        return json_response({"version": version(), "dp_rank_count": 1, "loads": [load]})
+        info = self._state.client.info
+        loads = [
+            {
+                "dp_rank": dp_rank,
+                "num_running_reqs": health.num_running,
+                "num_waiting_reqs": health.num_waiting,
+                "num_total_reqs": health.num_running + health.num_waiting,
+                "num_used_tokens": health.num_used_tokens,
+                "max_total_num_tokens": info.max_total_num_tokens,
+                "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens),
+                "max_running_requests": info.max_running_requests,
+            }
+            for dp_rank, health in enumerate(self._state.client.healths())
+        ]
+        return json_response({"version": version(), "dp_rank_count": len(loads), "loads": loads})
 
     async def old_load(self, request: Request) -> Response:
-        health = self._state.client.health()
         return json_response(
             [
                 {
-                    "dp_rank": 0,
+                    "dp_rank": dp_rank,
                     "num_reqs": health.num_running + health.num_waiting,
                     "num_waiting_reqs": health.num_waiting,
                     "num_tokens": health.num_used_tokens,
                 }
+                for dp_rank, health in enumerate(self._state.client.healths())
             ]
         )
 
@@ -144,11 +146,9 @@ class ControlApi:
 async def internal_states(state: ServerState) -> list[dict[str, Any]]:
     """What the cores tell of themselves, one dict a rank; empty when they do not answer in time."""
     try:
-        answer = await asyncio.wait_for(state.client.call("internal_state"), STATE_TIMEOUT)
+        return await asyncio.wait_for(state.client.call("internal_state"), STATE_TIMEOUT)
     except (TimeoutError, MoeEngineError):
         return []
-    states = answer if isinstance(answer, list) else [answer]
-    return [s for s in states if isinstance(s, dict)]
 
 
 def version() -> str:

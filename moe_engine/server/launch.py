@@ -12,15 +12,17 @@ import logging
 import socket
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moe_engine import logs
 from moe_engine.config import explain
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_plan import prepare
+from moe_engine.config.launch_plan import place_in_cluster, prepare
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine.core_process import CoreProcess
-from moe_engine.engine.start import engine_info, frontend_settings, open_tokenizer, start_core
+from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_engine.engine.client import CoreClient
@@ -46,8 +48,10 @@ def serve(args: EngineArgs) -> int:
     """
     began = time.monotonic()
     logs.setup_logging(args.logging.log_level)
-    config = prepare(args)
-    core = start_core(config)
+    config = prepare(args, place=place_in_cluster())
+    if config.parallel.local_rank or config.parallel.node_rank:
+        return _serve_node(config)
+    cores = start_cores(config)
     sock: socket.socket | None = None
     try:
         for line in explain.start_lines(config):
@@ -59,18 +63,34 @@ def serve(args: EngineArgs) -> int:
 
         sock = bind(config.server.host, config.server.port)
         tokenizer = open_tokenizer(config)
-        facts = core.wait_ready()  # in this thread: a signal interrupts it
-        return uvloop.run(_serve(config, core, engine_info(facts), tokenizer, sock, began))
+        info = wait_ready(cores)  # in this thread: a signal interrupts it
+        return uvloop.run(_serve(config, cores, info, tokenizer, sock, began))
     finally:
-        core.expect_exit()
-        core.stop(0.0)
+        stop_cores(cores)
         if sock is not None:
             sock.close()
 
 
+def _serve_node(config: ResolvedConfig) -> int:
+    """The ranks of a node without the HTTP server, until node 0 ends them."""
+    from moe_engine.engine.rank_node import run_node
+    from moe_engine.engine.rank_worker import rank_group_options
+
+    plan = config.parallel
+    if plan.local_rank:
+        logger.info("Nothing to do: the first process of node %d starts all its ranks", plan.node_rank)
+        return 0
+    options = rank_group_options(config)
+    if options is None:
+        raise ConfigError(f"--node-rank {plan.node_rank}: one rank needs one node")
+    for line in explain.start_lines(config):
+        logger.info("%s", line)
+    return run_node(config, options, config.logging.log_level)
+
+
 async def _serve(
     config: ResolvedConfig,
-    core: CoreProcess,
+    cores: list[CoreProcess],
     info: EngineInfo,
     tokenizer: Tokenizer | None,
     sock: socket.socket,
@@ -82,13 +102,20 @@ async def _serve(
     from moe_engine.server.serve import serve as serve_http
     from moe_engine.server.stop import StopSwitch
 
-    client = CoreClient(core, info)
+    client = CoreClient(cores, info, config.args.parallel.load_balance_method)
     settings = server_settings(config)
     app = create_app(Frontend(client, tokenizer, settings.frontend), client, settings)
     switch = StopSwitch()
-    core.on_death(lambda cause: switch.stop_after(DEAD_ENGINE_GRACE_SECONDS), asyncio.get_running_loop())
 
-    watchdog = asyncio.create_task(_watch(core, client, config.server.watchdog_timeout))
+    def replica_died(cause: str) -> None:
+        if client.cause_of_death() is not None:
+            switch.stop_after(DEAD_ENGINE_GRACE_SECONDS)
+        else:
+            logger.error("Serving goes on with the other replicas")
+
+    for core in cores:
+        core.on_death(replica_died, asyncio.get_running_loop())
+    watchdog = asyncio.create_task(_watch(client, config.server.watchdog_timeout))
 
     async def ready(host: str, port: int) -> None:
         logger.info("%s", logs.READY_LINE)
@@ -103,13 +130,13 @@ async def _serve(
         stop=switch,
     )
     watchdog.cancel()
-    if core.dead:
+    if client.cause_of_death() is not None:
         return ENGINE_DIED
     await client.shutdown()
     return 0
 
 
-async def _watch(core: CoreProcess, client: CoreClient, timeout: float) -> None:
+async def _watch(client: CoreClient, timeout: float) -> None:
     """Ends an engine that does not move: its requests get an error and a supervisor starts it anew.
 
     Seen twice in a row: where this process was held up itself, the engine has a moment to show that it lives.
@@ -117,12 +144,11 @@ async def _watch(core: CoreProcess, client: CoreClient, timeout: float) -> None:
     from moe_engine.server.state import stall
 
     seen = None
-    while not core.dead:
+    while client.cause_of_death() is None:
         await asyncio.sleep(min(1.0, timeout / 4))
         before, seen = seen, stall(client.health(), timeout)
         if before and seen:
-            core.kill(seen)
-            return
+            client.stop_stalled(partial(stall, watchdog_timeout=timeout))
 
 
 def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> None:

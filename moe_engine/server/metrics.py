@@ -10,6 +10,7 @@ import prometheus_client as prom
 
 from moe_engine.engine.client_api import EngineClient, EngineInfo
 from moe_engine.engine.generation import Generation
+from moe_engine.server.experts_metrics import ExpertGauges
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 _ITL = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1, 2, 4, 8)
@@ -27,6 +28,8 @@ _GAUGES = {
     "num_retracted_reqs": "Requests taken back to the queue for want of KV slots.",
     "new_token_ratio": "Share of the possible output that admission reserves.",
     "utilization": "Running requests over the most that may run.",
+    "is_cuda_graph": "Schedulers whose last decode step was replayed from a CUDA graph.",
+    "compilations_after_ready": "Kernels compiled while requests could be waiting, since the start.",
     "max_total_num_tokens": "KV slots.",
     "page_size": "KV slots per page.",
     "context_len": "Longest sequence, tokens.",
@@ -38,6 +41,8 @@ _FROM_STATE = {
     "cache_hit_rate": "cache_hit_rate",
     "num_retracted_reqs": "num_retracted",
     "new_token_ratio": "new_token_ratio",
+    "is_cuda_graph": "is_cuda_graph",
+    "compilations_after_ready": "compilations_after_ready",
 }
 
 _TOTALS_FROM_STATE = {
@@ -82,6 +87,7 @@ class Metrics:
         self._seen = dict.fromkeys(_TOTALS_FROM_STATE, 0)
         self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
         self._speculation: SpeculationGauges | None = None
+        self._experts: ExpertGauges | None = None
 
     # -- Observer
 
@@ -114,12 +120,13 @@ class Metrics:
     def render(self, client: EngineClient, states: Sequence[dict[str, Any]]) -> bytes:
         """The page, gauges fresh from shared memory and the cores' answers."""
         health, info = client.health(), self._info
+        schedulers = len(client.healths())
         values: dict[str, float] = {
             "num_running_reqs": health.num_running,
             "num_queue_reqs": health.num_waiting,
             "num_used_tokens": health.num_used_tokens,
-            "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens),
-            "utilization": health.num_running / max(1, info.max_running_requests),
+            "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens * schedulers),
+            "utilization": health.num_running / max(1, info.max_running_requests * schedulers),
             "max_total_num_tokens": info.max_total_num_tokens,
             "page_size": info.page_size,
             "context_len": info.context_len,
@@ -141,6 +148,11 @@ class Metrics:
             if self._speculation is None:
                 self._speculation = SpeculationGauges(self.registry, self._labels)
             self._speculation.set(found_speculation)
+        found_experts = [s for s in states if "eplb" in s or "balancedness" in s]
+        if found_experts:
+            if self._experts is None:
+                self._experts = ExpertGauges(self.registry, self._labels)
+            self._experts.set(found_experts)
         return prom.generate_latest(self.registry)
 
     # -- plumbing

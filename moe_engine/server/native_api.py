@@ -18,6 +18,7 @@ from moe_engine.server.state import ServerState
 _FIELDS = (
     "text", "input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num",
     "token_ids_logprob", "priority", "extra_key",
+    "routed_dp_rank",
 )  # fmt: skip
 _LATER = (
     "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "custom_logit_processor",
@@ -31,9 +32,6 @@ def refuse_later(body: dict[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         if body.get(name) not in (None, False, [], {}):
             raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
-    for name in ("data_parallel_rank", "routed_dp_rank"):
-        if body.get(name) not in (None, 0):
-            raise InputError(f"{name}: this server has one data-parallel rank, 0", field=name)
 
 
 def boolean(body: dict[str, Any], name: str) -> bool:
@@ -50,6 +48,8 @@ class NativeApi:
     async def generate(self, request: Request) -> Response:
         body = await read_object(request, self._state.settings.max_body_bytes)
         refuse_later(body, _LATER)
+        if body.get("routed_dp_rank") is None:  # its older name
+            body["routed_dp_rank"] = body.get("data_parallel_rank")
         inp = GenerateInput(**{name: body[name] for name in _FIELDS if body.get(name) is not None})
         inp.stream = boolean(body, "stream")
         inp.return_text_in_logprobs = boolean(body, "return_text_in_logprobs")
@@ -75,7 +75,7 @@ class NativeApi:
         return Response(status_code=200)
 
     async def flush_cache(self, request: Request) -> Response:
-        if await self._state.client.call("flush_cache"):
+        if all(await self._state.client.call("flush_cache")):
             return Response(
                 "Cache flushed.\nPlease check backend logs for more details. "
                 "(When there are running or waiting requests, the operation will not be performed.)\n",

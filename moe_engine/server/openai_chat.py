@@ -82,6 +82,7 @@ class ChatApi:
             stream=bool(req.stream),
             priority=req.priority,
             extra_key=req.extra_key,
+            routed_dp_rank=req.data_parallel_rank if req.routed_dp_rank is None else req.routed_dp_rank,
             return_logprob=bool(req.logprobs),
             top_logprobs_num=top,
         )

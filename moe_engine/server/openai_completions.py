@@ -62,6 +62,7 @@ class CompletionsApi:
             stream=bool(req.stream),
             priority=req.priority,
             extra_key=req.extra_key,
+            routed_dp_rank=req.data_parallel_rank if req.routed_dp_rank is None else req.routed_dp_rank,
             return_logprob=req.logprobs is not None,
             logprob_start_len=0 if req.echo else -1,
             top_logprobs_num=req.logprobs or 0,

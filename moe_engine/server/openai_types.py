@@ -30,6 +30,9 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     rid: Any = None
     priority: int | None = None
     extra_key: str | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+    """The older name of `routed_dp_rank`."""
     response_format: dict[str, Any] | None = None
     # sampling, in OpenAI's spelling
     temperature: Any = None
@@ -63,8 +66,6 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     return_routed_experts: Any = None
     bootstrap_host: Any = None
     bootstrap_room: Any = None
-    data_parallel_rank: Any = None
-    routed_dp_rank: Any = None
     cache_salt: Any = None
 
 
@@ -120,9 +121,6 @@ def parse_request(body: Mapping[str, Any], kind: type[R]) -> R:
     for name in _REFUSED:
         if getattr(request, name) not in (None, False, [], {}):
             raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
-    for name in ("data_parallel_rank", "routed_dp_rank"):
-        if getattr(request, name) not in (None, 0):
-            raise InputError(f"{name}: this server has one data-parallel rank, 0", field=name)
     form = (request.response_format or {}).get("type", "text")
     if form != "text":
         raise InputError(

@@ -8,11 +8,14 @@ comes back is awaited on an event, so that the launching thread never waits.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from moe_engine.parallel.overlap import Lane, ThreadLane
 
 
 class HostCopy:
@@ -51,18 +54,50 @@ class DeviceStream:
 
     def staging(self, num_int64: int) -> Tensor:
         """A host buffer to fill and give to `upload`; fresh each time, so a copy under way is never overwritten."""
-        return torch.empty(num_int64, dtype=torch.int64, pin_memory=self.asynchronous)
+        if not self.asynchronous:
+            return torch.from_numpy(np.empty(num_int64, dtype=np.int64))
+        return torch.empty(num_int64, dtype=torch.int64, pin_memory=True)
 
     def upload(self, staging: Tensor) -> Tensor:
-        return staging.to(self.device, non_blocking=True) if self.asynchronous else staging
+        """A host tensor on the device. Memory that is not pinned is copied first: its upload might wait for a step."""
+        if not self.asynchronous:
+            return staging
+        pinned = staging if staging.is_pinned() else staging.pin_memory()
+        return pinned.to(self.device, non_blocking=True)
+
+    def arrays(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The tensors themselves, or arrays over the same memory where the host has it: for arithmetic that is written
+        alike for both."""
+        return tensors if self.asynchronous else tuple(tensor.numpy() for tensor in tensors)
+
+    def upload_parts(self, staging: Tensor, parts: Sequence[np.ndarray]) -> list[Tensor]:
+        """What `upload` gives, cut up: a tensor for each of some contiguous arrays over the memory of `staging`."""
+        if not self.asynchronous:
+            return [torch.from_numpy(part) for part in parts]
+        base, there = staging.data_ptr(), self.upload(staging).view(torch.uint8)
+        begins = [part.ctypes.data - base for part in parts]
+        return [
+            there[begin : begin + part.nbytes].view(torch.from_numpy(part[:0]).dtype).view(part.shape)
+            for begin, part in zip(begins, parts)
+        ]
 
     def from_list(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
         """A small device tensor of host values, for things that change rarely."""
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return self.upload(torch.tensor(values, dtype=dtype))
 
     def read(self, tensor: Tensor) -> np.ndarray:
         """A tensor's values on the host, now: an accelerator is waited for."""
-        return tensor.cpu().numpy()
+        return tensor.cpu().numpy() if self.asynchronous else tensor.numpy()
+
+    def host_view(self, tensor: Tensor) -> np.ndarray | None:
+        """A contiguous tensor as an array over the same memory, None on an accelerator; bfloat16 as raw int16.
+
+        For the small bookkeeping of a step: an array's operators take a fraction of a tensor's time, and they do not
+        offer the interpreter lock to the scheduler's thread, which would keep it until its own work is done.
+        """
+        if self.asynchronous:
+            return None
+        return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
     def download(self, tensors: Sequence[Tensor]) -> HostCopy:
         """Starts copying tensors to the host; on the CPU there is nothing to copy."""
@@ -102,3 +137,55 @@ class DeviceStream:
         import psutil
 
         return int(psutil.virtual_memory().available)
+
+
+class StreamLane:
+    """Implements `parallel.overlap.Lane` by a second stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, call: Callable[..., Any], *args: Any) -> StreamPending:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            result = call(*args)
+        return StreamPending(self._device, self._stream.record_event(), result)
+
+
+class StreamPending:
+    """A call whose work is on its way on another stream."""
+
+    def __init__(self, device: torch.device, done: Any, result: Any) -> None:
+        self._device, self._done, self._result = device, done, result
+
+    def wait(self) -> Any:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        return self._result
+
+
+class CudaGraphs:
+    """Implements `step_graphs.GraphBackend`. All recordings share one memory pool, which only one of them uses at a
+    time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        # another thread waits for results meanwhile; only this one must keep to what can be recorded
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph
+
+
+def make_graphs(device: torch.device) -> CudaGraphs | None:
+    """What records launches of a device; None where launches cost nothing that a recording saves."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def make_lane(device: torch.device) -> Lane:
+    """A lane beside the stream or thread that runs steps on a device."""
+    return ThreadLane() if device.type == "cpu" else StreamLane(device)

@@ -7,12 +7,15 @@ Legend: T tokens, D decodes, K tokens that a decode may bring.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.types import NewRow
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.int_table import IntTable
 from moe_engine.worker.row_ends import RowEnds
 
 
@@ -26,8 +29,9 @@ class History:
         self._stream = stream
         self.width = width
         self.tokens: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
-        self._flat = self.tokens.view(-1)
         self.lengths: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)  # [max_rows]
+        self._tokens, self._lengths = IntTable(self.tokens, stream), IntTable(self.lengths, stream)
+        self._places: Any = None  # 0, 1, ... as many as a step has brought a row
         self.ends = RowEnds(max_rows)
 
     def enter(self, new: NewRow) -> None:
@@ -42,16 +46,19 @@ class History:
 
     def at(self, flat: Tensor) -> Tensor:
         """tokens.flat[flat[t]], flat [T] int64 -> [T] int64."""
-        return self._flat.index_select(0, flat).long()
+        return self._tokens.take(flat)
 
-    def advance(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
-        """Rows [D] have computed `lengths` [D] tokens; tokens [D, K] are those behind the ones they had, the last of
-        which stands at position `lengths`. What follows it in a row of `tokens` is of no meaning."""
-        flat = (rows * self.width + self.lengths[rows] + 1)[:, None] + torch.arange(tokens.shape[1], device=rows.device)
-        self._flat.index_copy_(0, flat.view(-1), tokens.reshape(-1).int())
-        self.lengths.index_copy_(0, rows, lengths)
+    def advance(self, rows: Any, begins: Any, lengths: Any, tokens: Any) -> None:
+        """Rows [D] have computed `lengths` [D] tokens; tokens [D, K] are those behind the begins [D] that they had, the
+        last of which stands at position `lengths`. What follows it in a row of `tokens` is of no meaning. All four as
+        tensors or as `DeviceStream.arrays`."""
+        if self._places is None or len(self._places) < tokens.shape[1]:
+            (self._places,) = self._stream.arrays(torch.arange(tokens.shape[1], device=self._stream.device))
+        flat = (rows * self.width + begins + 1)[:, None] + self._places[: tokens.shape[1]]
+        self._tokens.put(flat, tokens)
+        self._lengths.put(rows, lengths)
 
     def append(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
         """Rows [D] have computed `lengths` [D] tokens, and tokens [D] stand behind them."""
-        self._flat.index_copy_(0, rows * self.width + lengths, tokens.int())
-        self.lengths.index_copy_(0, rows, lengths)
+        self._tokens.put(rows * self.width + lengths, tokens)
+        self._lengths.put(rows, lengths)

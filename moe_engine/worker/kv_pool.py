@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.kernels.attention.kv_format import STORED
+from moe_engine.models.config import ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
 
 TOUCHED_AT_ONCE_BYTES = 512 << 20
@@ -52,16 +53,16 @@ class KVSpec:
         return numbers * self.num_layers * self.dtype.itemsize
 
 
-def kv_spec(config: ModelConfig, dtype: torch.dtype, num_further_layers: int = 0) -> KVSpec:
-    """What a token of this model leaves; further layers (MTP) follow the model's own."""
+def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0) -> KVSpec:
+    """What a token of this model leaves, in a format of `kv_format`; further layers (MTP) follow the model's own."""
     attention, num_layers = config.attention, config.num_layers + num_further_layers
-    if isinstance(attention, MLAConfig):
-        return KVSpec.mla(num_layers, attention.kv_lora_rank, attention.qk_rope_head_dim, dtype)
-    return KVSpec.gqa(num_layers, attention.num_kv_heads, attention.head_dim, dtype)
+    stored = getattr(torch, STORED[kv_dtype][0])
+    return KVSpec(attention.kind, num_layers, attention.kv_parts(kv_dtype), stored)
 
 
 class KVPool:
-    """`layers[i]` is what `ForwardBatch.kv[i]` promises: [slots, C+P] for MLA, a pair of [slots, G, Dh] for GQA.
+    """`layers[i]` is what `ForwardBatch.kv[i]` promises: [slots, C+P] for MLA, a pair of [slots, G, Dh] for GQA; with
+    FP8 the last dimension is that of `kv_format`'s rows.
 
     Args:
         num_slots: tokens that requests can hold; the tensors have one page more, the dummy page 0.
@@ -92,7 +93,8 @@ class KVPool:
         """What slots source [n] hold goes to slots target [n], in every layer; all is read before any is written."""
         for parts in self._tensors:
             for tensor in parts:
-                tensor.index_copy_(0, target, tensor.index_select(0, source))
+                rows = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch copies no float8
+                rows.index_copy_(0, target, rows.index_select(0, source))
 
     def clear_dummy_page(self) -> None:
         for parts in self._tensors:

@@ -54,9 +54,26 @@ def kernels_of(worker: Any) -> dict[str, str]:
 class LocalWorker(Protocol):
     """The part of `worker.Worker` a rank uses."""
 
+    def call_all(self, method: str) -> Future[list[Any]]: ...
+
     def execute(self, plan: StepPlan) -> Future[StepResult]: ...
 
     def close(self) -> None: ...
+
+
+def call_one(worker: LocalWorker, method: str) -> Future[Any]:
+    """One of `Worker.calls` on this rank alone."""
+    answer: Future[Any] = Future()
+
+    def arrived(done: Future[list[Any]]) -> None:
+        error = done.exception()
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(done.result()[0])
+
+    worker.call_all(method).add_done_callback(arrived)
+    return answer
 
 
 class Watch(Protocol):
@@ -83,8 +100,16 @@ class RankGroupWorker:
     collective for much longer.
     """
 
-    def __init__(self, worker: LocalWorker, sender: PlanSender, watch: Watch, progress: Progress) -> None:
+    def __init__(
+        self,
+        worker: LocalWorker,
+        sender: PlanSender,
+        watch: Watch,
+        progress: Progress,
+        call_others: Callable[[str], Future[list[Any]]] | None = None,
+    ) -> None:
         self._worker = worker
+        self._call_others = call_others
         self._sender = sender
         self._watch = watch
         self._progress = progress
@@ -111,6 +136,31 @@ class RankGroupWorker:
         local = self._worker.execute(plan)
         local.add_done_callback(lambda done: self._ended(done, future, began))
         return future
+
+    def call_all(self, method: str) -> Future[list[Any]]:
+        """Calls one of `Worker.calls` on every rank of the world; answers in the order of the ranks.
+
+        Only rank 0 asks the others: elsewhere the answer is empty, so that nothing counts twice.
+        """
+        answers: Future[list[Any]] = Future()
+        if self._call_others is None:
+            answers.set_result([])
+            return answers
+        asked = [self._worker.call_all(method), self._call_others(method)]
+        waiting = [len(asked)]
+
+        def arrived(done: Future[list[Any]]) -> None:
+            with self._lock:
+                waiting[0] -= 1
+                error, last = done.exception(), waiting[0] == 0
+            if error is not None and not answers.done():
+                answers.set_exception(error)
+            elif last and not answers.done():
+                answers.set_result([answer for part in asked for answer in part.result()])
+
+        for part in asked:
+            part.add_done_callback(arrived)
+        return answers
 
     def close(self) -> None:
         """Ends the followers and the local worker after the steps given so far."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from moe_engine.types import LogprobSpec, NewRow, RowWrite
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.history import History
+from moe_engine.worker.int_table import IntTable
 from moe_engine.worker.logit_edits import LogitEdits
 from moe_engine.worker.sampling_state import SamplingState
 
@@ -50,7 +52,8 @@ class Rows:
         width = -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
         self.slot_table: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
         self.last_token: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)
-        self._flat_table = self.slot_table.view(-1)
+        self._slots = IntTable(self.slot_table, stream)
+        self._last_tokens = IntTable(self.last_token, stream)
         self.history = History(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitEdits(max_rows, vocab_size, stream)
@@ -75,20 +78,32 @@ class Rows:
         """Enters slots for tokens to come, in one go."""
         if not writes:
             return
-        first = [write.row * self.width + write.start for write in writes]
-        sizes = [len(write.slots) for write in writes]
-        slots = np.fromiter((slot for write in writes for slot in write.slots), np.int32, sum(sizes))
-        before = np.cumsum(sizes) - sizes
-        flat = np.repeat(np.array(first) - before, sizes) + np.arange(len(slots))
+        spans = ((write.row * self.width + write.start, len(write.slots)) for write in writes)
+        flat = np.array([at for first, count in spans for at in range(first, first + count)])
+        slots = np.array([slot for write in writes for slot in write.slots], dtype=np.int32)
         self.write_slots(self._stream.upload(torch.from_numpy(flat)), self._stream.upload(torch.from_numpy(slots)))
 
     def slots_at(self, flat: Tensor) -> Tensor:
         """slot_table.flat[flat[t]], flat [T] int64 -> [T] int64."""
-        return self._flat_table.index_select(0, flat).long()
+        return self._slots.take(flat)
 
     def write_slots(self, flat: Tensor, slots: Tensor) -> None:
         """slot_table.flat[flat[t]] = slots[t]; flat [T] int64, slots [T] int32."""
-        self._flat_table.index_copy_(0, flat, slots)
+        self._slots.put(flat, slots)
+
+    def check_lengths(self, rows: Sequence[int] | np.ndarray, lengths: np.ndarray) -> None:
+        """Raises ValueError if one of some rows, which grow to `lengths` tokens, has no room for them."""
+        if len(lengths) and int(lengths.max()) > self.width:
+            row = rows[int(lengths.argmax())]
+            raise ValueError(f"row {row} grows to {lengths.max()} tokens, its table has {self.width}")
+
+    def last_tokens_of(self, rows: Tensor) -> Tensor:
+        """The tokens that rows [n] int64 sampled last, [n] int64."""
+        return self._last_tokens.take(rows)
+
+    def set_last_tokens(self, rows: Any, tokens: Any) -> None:
+        """Rows [n] int64 sampled tokens [n] int64 >= 0; tensors, or `DeviceStream.arrays`."""
+        self._last_tokens.put(rows, tokens)
 
     def _enter(self, new: NewRow) -> None:
         if not 0 <= new.row < self.max_rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.sampling.protocol import SamplingKernel
-from moe_engine.models.batch import Model
+from moe_engine.models.batch import ForwardBatch, Model, TakesTurns
+from moe_engine.parallel.context import SINGLE, ParallelContext
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import LogprobSpec, StepPlan, StepResult, TokenLogprob
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
@@ -22,9 +24,13 @@ from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, prompt_lo
 from moe_engine.worker.mla_form import MLAFormPolicy
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows, Sampler
+from moe_engine.worker.shared_step import SharedSteps
 from moe_engine.worker.speculation.pending import PendingSpeculation, add_logprobs
 from moe_engine.worker.speculation.step import SpeculativeStep
-from moe_engine.worker.step_batch import StepBatch
+from moe_engine.worker.step_batch import StepBatch, follow_on
+from moe_engine.worker.step_graphs import StepGraphs, StepShape
+
+RUNNING = "running the model"
 
 
 class StepError(MoeEngineError):
@@ -51,6 +57,7 @@ class PendingStep:
     logprob_indices: list[int] = field(default_factory=list)
     prompts: list[PendingPrompt] = field(default_factory=list)
     seconds: float = 0.0
+    cuda_graph: bool = False
 
     @property
     def ready(self) -> bool:
@@ -64,13 +71,14 @@ class PendingStep:
             for index, entry in zip(self.logprob_indices, self.logprobs.take()):
                 logprobs[index] = [entry]
         prompts = {pending.row: pending.take() for pending in self.prompts} or None
-        return StepResult(self.number, self.rows, tokens, logprobs, prompts, self.seconds)
+        return StepResult(self.number, self.rows, tokens, logprobs, prompts, self.seconds, cuda_graph=self.cuda_graph)
 
 
 class ModelRunner:
     """Executes plans against one model and one KV pool. Logits a model returns may be changed in place.
 
     `speculation` is set once the parts that it shares with the runner exist; without it no plan may ask for it.
+    `graphs` is set when steps have been recorded; without it every step is run kernel by kernel.
     """
 
     def __init__(
@@ -83,6 +91,7 @@ class ModelRunner:
         *,
         form: MLAFormPolicy | None = None,
         sampling: SamplingKernel | None = None,
+        parallel: ParallelContext = SINGLE,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -91,14 +100,17 @@ class ModelRunner:
         self.stream = stream
         self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream)
         self.sampler = Sampler(rows.sampling, stream, sampling)
+        self.shared = SharedSteps(parallel, stream.device, kv_pool.layers)
         self.speculation: SpeculativeStep | None = None
+        self.graphs: StepGraphs | None = None
         self._phase = "idle"
         self._nothing = torch.zeros(0, dtype=torch.int64)
 
     @property
     def phase(self) -> str:
         """What the step in work is doing, or the last one did; may be read from any thread."""
-        return self._phase
+        layer = getattr(self.model, "at_layer", None) if self._phase.startswith(RUNNING) else None
+        return self._phase if layer is None else f"{self._phase}, layer {layer}"
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a step to its end.
@@ -130,25 +142,99 @@ class ModelRunner:
             return self._launch_speculative(plan)
         began = time.perf_counter()
         if not plan.rows:
+            self._join_others(plan)
             return PendingStep(plan.number, [], HostCopy([self._nothing]))
-        self._phase = "building the batch"
-        batch = self.builder.build(plan)
-        self._phase = "planning attention"
-        forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers)
-        self._phase = "running the model"
-        hidden = self.model.forward(forward)  # [T, D]
-        prompts = self._prompt_logprobs(plan, batch, hidden) if self.rows.prompt_logprobs else []
+        self._draft_with_others(plan)
+        shape = self._recorded_shape(plan)
+        if shape is not None:
+            batch, _, logits = self._replay(shape, lambda: self.builder.build(plan))
+            self._phase = "sampling"
+            pending = self._sample(plan, logits, batch.sampled, [])
+            pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
+            return pending
+        sizes = self.shared.sizes(plan)
+        batch, hidden = self._forward(plan, sizes)  # [T, D]
+        prompts = self._prompt_logprobs(plan, batch, hidden)
         if not len(batch.sampled.rows):
             if self.speculation is not None:
                 self.speculation.advance_ordinary(plan, batch.sampled, self._nothing)
+            if sizes is not None:
+                self.model.logits(hidden[:0], sizes)
             return PendingStep(plan.number, [], HostCopy([self._nothing]), prompts=prompts)
         self._phase = "computing logits"
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
-        logits = self.model.logits(sampled_hidden)  # [S, V] float32
+        logits = self.model.logits(sampled_hidden, sizes)  # [S, V] float32
         self._phase = "sampling"
         pending = self._sample(plan, logits, batch.sampled, prompts)
         pending.seconds = time.perf_counter() - began
         return pending
+
+    def _recorded_shape(self, plan: StepPlan) -> StepShape | None:
+        """The recording that serves a step, if any: not where halves take turns, or where passes are looked at."""
+        if self.graphs is None or self.shared.halves(plan) is not None or getattr(self.model, "is_watching", False):
+            return None
+        return self.graphs.shape_of(plan)
+
+    def _replay(self, shape: StepShape, build: Callable[[], StepBatch]) -> tuple[StepBatch, Tensor, Tensor]:
+        """The step's batch, its hidden states [T, D] and logits [T, V]."""
+        assert self.graphs is not None
+        self._phase = "building the batch"
+        batch = build()
+        self._phase = f"{RUNNING} (replayed for {shape.size} requests)"
+        return batch, *self.graphs.run(shape, batch)
+
+    def _forward(self, plan: StepPlan, sizes: StepSizes | None) -> tuple[StepBatch, Tensor]:
+        """Builds the step and runs the model, in two halves where these can take turns: hidden states [T, D]."""
+        parts = None if self.rows.prompt_logprobs else self.shared.halves(plan)
+        self._phase = "building the batch"
+        if parts is None:
+            batch = self.builder.build(plan)
+            self._phase = "planning attention"
+            forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
+            self._phase = RUNNING
+            return batch, self.model.forward(forward)
+        batches = [self.builder.build(part) for part, _ in parts]
+        self._phase = "planning attention"
+        forwards = [
+            batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, half)
+            for batch, (_, half) in zip(batches, parts)
+        ]
+        self._phase = f"{RUNNING} in two halves"
+        hidden = self._in_turns(forwards)
+        return follow_on(*batches), torch.cat(hidden)
+
+    def _in_turns(self, forwards: list[ForwardBatch]) -> list[Tensor]:
+        assert isinstance(self.model, TakesTurns)
+        return self.model.forward_in_turns(forwards)
+
+    def _join_others(self, plan: StepPlan) -> None:
+        """A step in which this rank's group computes nothing, and others may."""
+        if not self.shared.is_shared:
+            return
+        self._phase = "taking part in a step of others"
+        self._draft_with_others(plan)
+        sizes = self.shared.sizes(plan)
+        assert sizes is not None
+        if sizes.is_idle:
+            return
+        shape = self._recorded_shape(plan)
+        if shape is not None and self.graphs is not None:
+            self.graphs.run(shape, None)
+            return
+        parts = self.shared.halves(plan)
+        if parts is None:
+            hidden = self.model.forward(self.shared.idle_batch(sizes))
+        else:
+            hidden = self._in_turns([self.shared.idle_batch(half) for _, half in parts])[0]
+        head = self.shared.prompt_head(self.model, plan)
+        if head is not None:
+            head.finish(hidden)
+        self.model.logits(hidden, sizes)
+
+    def _draft_with_others(self, plan: StepPlan) -> None:
+        """The forwards in which other groups draft, where this one drafts nothing."""
+        if self.speculation is not None:
+            self.speculation.draft_with_others(self.shared.draft_sizes(plan))
 
     def _launch_speculative(self, plan: StepPlan) -> PendingSpeculation:
         """As `_launch`, around the parts of `SpeculativeStep`."""
@@ -158,21 +244,30 @@ class ModelRunner:
         began = time.perf_counter()
         self._phase = "drafting"
         whole = plan
-        plan, left_out = step.without_ended(plan)
+        sizes = self.shared.sizes(plan)
+        left_out: list[int] = []
+        if sizes is None:  # else the other ranks count on all tokens of the plan
+            plan, left_out = step.without_ended(plan)
         step.reserve(speculation)
         if not plan.rows:
             return PendingSpeculation.empty(plan.number, [(i, whole.rows[i]) for i in left_out])
-        verification = step.draft(plan, speculation)
+        verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         drafted = time.perf_counter()
-        self._phase = "building the batch"
-        batch = step.build(plan, verification)
-        self._phase = "planning attention"
-        forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers)
-        self._phase = "running the model"
-        hidden = self.model.forward(forward)  # [T, D]
-        prompts = self._prompt_logprobs(plan, batch, hidden) if self.rows.prompt_logprobs else []
-        self._phase = "computing logits"
-        logits = self.model.logits(hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows))
+        shape, prompts = self._recorded_shape(plan), []
+        if shape is not None:
+            batch, hidden, logits = self._replay(shape, lambda: step.build(plan, verification))
+            forward = batch.forward_batch(None, self.kv_pool.layers, sizes)
+        else:
+            self._phase = "building the batch"
+            batch = step.build(plan, verification)
+            self._phase = "planning attention"
+            forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
+            self._phase = RUNNING
+            hidden = self.model.forward(forward)  # [T, D]
+            prompts = self._prompt_logprobs(plan, batch, hidden)
+            self._phase = "computing logits"
+            wanted = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
+            logits = self.model.logits(wanted, sizes)
         self._phase = "sampling"
         wanting = [i for i, row in enumerate(batch.sampled.rows.tolist()) if row in self.rows.logprobs]
         raw = logits[wanting] if wanting else None  # a copy
@@ -189,7 +284,7 @@ class ModelRunner:
         if left_out:  # not the step that was planned: its time would mislead
             seconds = (0.0, 0.0, 0.0)
         pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
-        pending.left_out = [(i, whole.rows[i]) for i in left_out]
+        pending.left_out, pending.cuda_graph = [(i, whole.rows[i]) for i in left_out], shape is not None
         if raw is not None:
             add_logprobs(pending, self.rows.logprobs, self.stream, raw, wanting, verification, accepted, new)
         return pending
@@ -220,7 +315,11 @@ class ModelRunner:
         return pending
 
     def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> list[PendingPrompt]:
+        head = self.shared.prompt_head(self.model, plan)
+        if not self.rows.prompt_logprobs and head is None:
+            return []
         self._phase = "computing prompt log-probabilities"
+        logits_of = self.model.logits if head is None else head
         pending = []
         for i in range(plan.num_decodes, len(plan.rows)):
             wanted = self.rows.prompt_logprobs.get(plan.rows[i])
@@ -229,8 +328,10 @@ class ModelRunner:
             begin = int(batch.offsets[i])
             states = hidden[begin : begin + plan.counts[i]]
             found = prompt_logprobs(
-                plan.rows[i], wanted, plan.starts[i], states, self.model.logits, self.rows.vocab_size, self.stream
+                plan.rows[i], wanted, plan.starts[i], states, logits_of, self.rows.vocab_size, self.stream
             )
             if found is not None:
                 pending.append(found)
+        if head is not None:
+            head.finish(hidden)
         return pending

@@ -33,12 +33,15 @@ class SampledRows:
     rows_device: Tensor  # [S] int64
 
 
+MAX_KNOWN = 4
+"""Sets of rows whose parameters are kept: a step with drafts draws for its rows, and for every node of theirs."""
+
+
 @dataclass(frozen=True)
 class _Gathered:
-    """The parameters of `rows` as they were at a version of the state."""
+    """The parameters of `rows`."""
 
     rows: np.ndarray
-    version: int
     parameters: SamplingParameters | None  # None: all greedy
 
 
@@ -49,7 +52,8 @@ class Sampler:
         self._state = state
         self._stream = stream
         self._kernel = kernel or TorchSampling()
-        self._last: _Gathered | None = None
+        self._known: dict[int, _Gathered] = {}  # by the id of `rows`, which it keeps alive
+        self._version = state.version
 
     def sample(self, logits: Tensor, sampled: SampledRows) -> Tensor:
         """logits [S, V] float32 (not changed) -> tokens [S] int64, `INVALID_TOKEN` where a row's logits are broken."""
@@ -79,10 +83,13 @@ class Sampler:
 
     def parameters(self, rows: np.ndarray) -> SamplingParameters | None:
         """How rows are drawn; None where all are greedy."""
-        last = self._last
-        if last is None or last.rows is not rows or last.version != self._state.version:
-            last = self._last = _Gathered(rows, self._state.version, self._gather(rows))
-        return last.parameters
+        if self._version != self._state.version or len(self._known) > MAX_KNOWN:
+            self._known.clear()
+            self._version = self._state.version
+        known = self._known.get(id(rows))
+        if known is None:
+            known = self._known[id(rows)] = _Gathered(rows, self._gather(rows))
+        return known.parameters
 
     def _gather(self, rows: np.ndarray) -> SamplingParameters | None:
         """One upload: top_k as int64, then three rows of float32."""

@@ -6,14 +6,16 @@ Legend: R requests or runs of tokens, T tokens, S sampled rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.sampler import SampledRows
 
 
@@ -35,7 +37,7 @@ class StepBatch:
     offsets: np.ndarray  # [R] int64
     flat: Tensor  # [T] int64: the token's place in the flat slot table
 
-    def forward_batch(self, attention_plan: Any, kv: Sequence[Any]) -> ForwardBatch:
+    def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """What a model is given, once the attention backend has planned."""
         return ForwardBatch(
             input_ids=self.input_ids,
@@ -45,7 +47,23 @@ class StepBatch:
             attention=self.attention,
             attention_plan=attention_plan,
             kv=kv,
+            sizes=sizes,
         )
+
+
+def follow_on(first: StepBatch, second: StepBatch) -> StepBatch:
+    """Two halves of a step, one behind the other, as far as their results go; attention has been planned for each."""
+    shift = len(first.positions)
+    return replace(
+        first,
+        logits_rows=torch.cat((first.logits_rows, second.logits_rows + shift)),
+        all_sampled=first.all_sampled and second.all_sampled,
+        sampled=SampledRows(
+            np.concatenate((first.sampled.rows, second.sampled.rows)),
+            np.concatenate((first.sampled.lengths, second.sampled.lengths)),
+            torch.cat((first.sampled.rows_device, second.sampled.rows_device)),
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepPlan
 from moe_engine.worker.runner import ModelRunner
 
+NUM_TOKENS = 32
+"""Of the prompt; whatever is made for the largest step must hold it, too."""
 _ROW = 0
 _SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
 _GREEDY = SamplingParams(temperature=0.0)
 
 
-def warm_up(runner: ModelRunner, *, num_tokens: int = 32) -> None:
+def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
     """Runs a prompt, a chunk behind it and a decode, greedily and sampled, all in the dummy page; leaves no trace."""
     count = max(1, min(num_tokens, runner.rows.context_len - 3))
     decode = StepPlan(number=-1, rows=[_ROW], starts=[count + 2], counts=[1], samples=[True], slots=[0], num_decodes=1)
+
+    def run(plan: StepPlan) -> None:
+        runner.execute(runner.shared.alike(plan))  # every rank of every attention group makes the same
+
     for sampling in (_GREEDY, _SAMPLED):
-        runner.execute(_plan(0, count, new=_request(count, sampling)))
-        runner.execute(_plan(count, 2))
-        runner.execute(decode)
+        run(_plan(0, count, new=_request(count, sampling)))
+        run(_plan(count, 2))
+        run(decode)
         if runner.speculation is not None:
-            _warm_up_drafts(runner, count, sampling)
-    runner.execute(StepPlan(number=-1, finished_rows=[_ROW]))
+            _warm_up_drafts(runner, run, count, sampling)
+    run(StepPlan(number=-1, finished_rows=[_ROW]))
     runner.rows.last_token.zero_()
     runner.kv_pool.clear_dummy_page()
     runner.stream.synchronize()
 
 
-def _warm_up_drafts(runner: ModelRunner, count: int, sampling: SamplingParams) -> None:
+def compile_kernels(backends: Backends, shapes: StepShapes) -> int:
+    """Has every kernel that compiles at first use do so for the shapes of a launch; the number of products run."""
+    kernels = (backends.ops, backends.linear, backends.experts, backends.attention, backends.sampling)
+    return sum(kernel.warm_up(shapes) for kernel in kernels if isinstance(kernel, WarmsUp))
+
+
+def _warm_up_drafts(runner: ModelRunner, run: Callable[[StepPlan], None], count: int, sampling: SamplingParams) -> None:
     """A prompt that the drafter follows, and steps that draft and verify."""
     assert runner.speculation is not None
     config = runner.speculation.config
-    runner.execute(replace(_plan(0, count, new=_request(count, sampling)), speculation=Speculation(follow=True)))
+    run(replace(_plan(0, count, new=_request(count, sampling)), speculation=Speculation(follow=True)))
     slots = [0] * (2 * config.num_slots(config.num_steps))
     for reserved in ([RowWrite(_ROW, count, slots)], []):
         plan = StepPlan(
@@ -44,7 +59,7 @@ def _warm_up_drafts(runner: ModelRunner, count: int, sampling: SamplingParams) -
             num_decodes=1,
             speculation=Speculation(config.num_steps, follow=True, reserved=reserved),
         )
-        runner.execute(plan)
+        run(plan)
 
 
 def _request(num_prompt: int, sampling: SamplingParams) -> NewRow:

@@ -21,17 +21,24 @@ import torch
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.device import Need, probe
 from moe_engine.kernels.registry import Choice
+from moe_engine.kernels.triton import guard
+from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
-from moe_engine.types import SpeculationConfig, StepPlan, StepResult
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.types import GraphSettings, SpeculationConfig, StepPlan, StepResult
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.expert_control import ExpertControl
+from moe_engine.worker.expert_setup import attach_experts, with_experts
+from moe_engine.worker.graph_setup import record_steps
 from moe_engine.worker.kernel_choice import build_backends
 from moe_engine.worker.kv_pool import KVPool, kv_spec
 from moe_engine.worker.mla_form import form_policy
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner, PendingResult
 from moe_engine.worker.speculation.build import DraftOptions, add_speculation, num_mtp_layers
-from moe_engine.worker.warmup import warm_up
+from moe_engine.worker.warmup import compile_kernels, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +50,7 @@ class WorkerOptions:
     """All a worker is built from; every "auto" but the kernels' has been resolved.
 
     Args:
-        dtype: name of the activation dtype; `kv_dtype` likewise, or ``auto`` for the same.
+        dtype: name of the activation dtype; `kv_dtype` that of the KV cache (`kv_format`), or ``auto`` for the same.
         num_slots: tokens the KV pool holds, a multiple of `page_size`.
         max_rows: requests that run at once.
         backends: row by family (attention, experts, linear, ops); missing ones are ``auto``.
@@ -52,6 +59,9 @@ class WorkerOptions:
         deterministic: a token is computed alike whether alone or in a chunk (see `MLAFormPolicy`).
         absorbed_break_even: the policy's number where measured; None derives it from the model's widths.
         draft_config: of the model in `speculation.draft_model_path`, where there is one.
+        experts: where they stand, and what is recorded of them.
+        graphs: steps that are recorded on an accelerator.
+        shapes: the largest sizes of a step, for kernels that compile at first use.
     """
 
     model_path: str
@@ -71,6 +81,9 @@ class WorkerOptions:
     absorbed_break_even: float | None = None
     speculation: SpeculationConfig | None = None
     draft_config: ModelConfig | None = None
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    graphs: GraphSettings = field(default_factory=GraphSettings)
+    shapes: StepShapes = field(default_factory=lambda: StepShapes(0))
 
 
 @dataclass(frozen=True)
@@ -83,16 +96,29 @@ class WorkerInfo:
     draft_bytes: int = 0
     """Weights and cache of the drafter, beside the two above."""
     num_threads: int = 0
+    num_graphs: int = 0
+    """Recorded decode steps."""
     load_seconds: float = 0.0
     warmup_seconds: float = 0.0
 
 
 class Worker:
-    """Runs plans in the order they are given. `execute` may be called from one other thread."""
+    """Runs plans in the order they are given. `execute` may be called from one other thread.
 
-    def __init__(self, runner: ModelRunner, thread: ThreadPoolExecutor | None = None, info: WorkerInfo | None = None):
+    Args:
+        experts: recording of them and their balance.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        thread: ThreadPoolExecutor | None = None,
+        info: WorkerInfo | None = None,
+        experts: ExpertControl | None = None,
+    ) -> None:
         self.runner = runner
         self.info = info or WorkerInfo(kv_bytes=runner.kv_pool.num_bytes)
+        self.experts = experts or ExpertControl()
         self._thread = thread or step_thread(runner.stream, None)
         self._collector = ThreadPoolExecutor(1, "worker-results") if runner.stream.asynchronous else None
 
@@ -115,11 +141,11 @@ class Worker:
         stream = DeviceStream(options.device)
         thread = step_thread(stream, options.num_threads)
         try:
-            runner, info = thread.submit(_prepare, options, stream, parallel, progress).result()
+            runner, info, experts = thread.submit(_prepare, options, stream, parallel, progress).result()
         except BaseException:
             thread.shutdown(wait=False)
             raise
-        return cls(runner, thread, info)
+        return cls(runner, thread, info, experts)
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """The result of a step, or the `StepError` that ended it."""
@@ -133,9 +159,30 @@ class Worker:
         """Runs a function on the worker's thread, between steps."""
         return self._thread.submit(function, *args)
 
+    def call_all(self, method: str) -> Future[list[Any]]:
+        """Calls one of `calls` on every rank, here the only one; answers in the order of the ranks."""
+        return self.call(lambda: [self.calls[method]()])
+
+    @property
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """What `call_all` can call on a rank, on the worker's thread between steps. Answers are plain values, and no
+        call waits for other ranks."""
+        experts = self.experts
+        return {
+            "start_experts": experts.start,
+            "stop_experts": experts.stop,
+            "dump_experts": experts.dump_part,
+            "view_experts": experts.snapshot,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What changes while it serves, for whoever watches."""
+        return self.experts.state() | {"compilations_after_ready": guard.compilations_after_ready()}
+
     def close(self) -> None:
         """Ends the threads after the steps given so far."""
         self._thread.shutdown()
+        self.experts.close()
         if self._collector is not None:
             self._collector.shutdown()
 
@@ -176,15 +223,20 @@ def _prepare(
     stream: DeviceStream,
     parallel: ParallelContext,
     progress: bool,
-) -> tuple[ModelRunner, WorkerInfo]:
+) -> tuple[ModelRunner, WorkerInfo, ExpertControl]:
     """Everything before READY; runs on the step thread."""
     from moe_engine.models.loader import load_model
 
     began = time.perf_counter()
+    if stream.asynchronous:  # Triton compiles for nothing else, and its import takes a second
+        guard.watch()
+        guard.reset()
     config = options.model_config
+    local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
-    kv_dtype = dtype if options.kv_dtype == "auto" else getattr(torch, options.kv_dtype)
+    kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
     backends = kernels_for(options, config)
+    parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = Rows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
@@ -201,10 +253,12 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
-    spec = kv_spec(config, kv_dtype, num_mtp_layers(config, speculation))
+    spec = kv_spec(local, kv_dtype, num_mtp_layers(config, speculation))
     pool = KVPool(spec, options.num_slots, options.page_size, stream)
     form = form_policy(config.attention, deterministic=options.deterministic, break_even=options.absorbed_break_even)
-    runner = ModelRunner(model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling)
+    runner = ModelRunner(
+        model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel
+    )
     draft_bytes = 0
     if speculation is not None:
         draft_config = options.draft_config
@@ -222,16 +276,22 @@ def _prepare(
         )
         draft_bytes = add_speculation(runner, speculation, draft_options)
     warm_up(runner)
+    compile_kernels(backends, options.shapes)
+    num_graphs = record_steps(runner, options.graphs, progress=progress)
+    experts = attach_experts(runner, config, options.experts, parallel, backends.experts)
     info = WorkerInfo(
         choices=backends.choices,
-        weight_bytes=getattr(model, "weight_bytes", 0) or config.weight_bytes(dtype.itemsize),
+        weight_bytes=getattr(model, "weight_bytes", 0)
+        or config.weight_bytes(dtype.itemsize, topology=parallel.topology),
         kv_bytes=pool.num_bytes,
         draft_bytes=draft_bytes,
         num_threads=torch.get_num_threads(),
+        num_graphs=num_graphs,
         load_seconds=loaded - began,
         warmup_seconds=time.perf_counter() - loaded,
     )
-    return runner, info
+    guard.ready()
+    return runner, info, experts
 
 
 def _collect(pending: PendingResult, future: Future[StepResult]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.parallel.dispatch.protocol import Tokens
+from moe_engine.parallel.dispatch.protocol import Phase, Tokens
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,15 @@ class LocalHandle:
 
 
 class LocalDispatcher:
-    """Produces the ``grouped`` layout; router weights are applied in `combine`, once."""
+    """Produces the ``grouped`` layout; router weights are applied in `combine`, once. Has `PhasedDispatcher`'s face."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor) -> tuple[ExpertBatch, LocalHandle]:
-        """x [T, D], topk_ids [T, K] -> rows sorted by expert (stable: by token inside an expert)."""
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, phase: Phase = "prefill"
+    ) -> tuple[ExpertBatch, LocalHandle]:
+        """x [T, D], topk_ids [T, K] -> rows sorted by expert (stable: by token inside an expert). No phase differs."""
         num_tokens, top_k = topk_ids.shape
         flat = topk_ids.reshape(-1).long()
         order = torch.argsort(flat, stable=True)  # [M]

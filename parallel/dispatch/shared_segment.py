@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import platform
 import tempfile
 import time
 import weakref
@@ -20,21 +19,12 @@ import torch
 from torch import Tensor
 
 from moe_engine.parallel.collectives import Group, PeerLost
+from moe_engine.parallel.dispatch.host_support import FOLDER
 
-FOLDER = "/dev/shm"
 LINE = 64  # bytes of a cache line: one flag each
 SPIN_S = 0.002  # how long a wait only yields before it sleeps between looks
 SLEEP_S = 0.0001
 ALIVE_EVERY = 64  # looks at sleep between two questions whether the peers live
-
-
-def why_not() -> str | None:
-    """The reason why ranks of this host cannot share memory, or None."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return f"needs x86-64, whose cores see stores in order; this is {platform.machine()}"
-    if not os.access(FOLDER, os.W_OK):
-        return f"{FOLDER} cannot be written"
-    return None
 
 
 class SharedSegment:

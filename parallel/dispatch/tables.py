@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from moe_engine.parallel.dispatch import shared_segment
+from moe_engine.parallel.dispatch import host_support
 from moe_engine.parallel.dispatch.deepep import why_not as deepep_why_not
-from moe_engine.parallel.dispatch.protocol import Mode, Phase
+
+if TYPE_CHECKING:  # the protocol imports torch; choosing does not need it
+    from moe_engine.parallel.dispatch.protocol import Mode, Phase
 
 MODES: tuple[Mode, ...] = ("normal", "low_latency")
 
@@ -63,7 +66,7 @@ def _shared_memory(place: Place) -> str | None:
         return f"is memory of the host; the device is {place.device_kind}"
     if place.num_nodes > 1:
         return f"joins ranks of one host; there are {place.num_nodes} nodes"
-    return _many(place) or shared_segment.why_not()
+    return _many(place) or host_support.why_not()
 
 
 def _deepep(place: Place) -> str | None:

@@ -30,19 +30,16 @@ class LogicalMap:
             raise ValueError(f"map is {list(table.shape)}, not [{config.num_layers}, {config.num_physical}]")
         self._num_experts = config.num_experts
         self.table = table.to(config.device, torch.int64, copy=True)
-        self._target = torch.empty_like(self.table)
+        self._target = torch.where(self.table < 0, self._num_experts, self.table)  # empty slots into a last column
         self._sums = torch.zeros(config.num_layers, config.num_experts + 1, dtype=torch.int32, device=config.device)
-        self._refresh()
+        own = torch.arange(config.num_physical, device=config.device)
+        self._identity = config.num_physical == config.num_experts and bool((self.table == own).all())
 
     def update_layer(self, layer: int, table: Tensor) -> None:
         """`table` int [P]."""
         self.table[layer] = table.to(self.table.device, torch.int64)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        self._target = torch.where(self.table < 0, self._num_experts, self.table)  # empty slots into a last column
-        own = torch.arange(self.table.shape[1], device=self.table.device)
-        self._identity = self.table.shape[1] == self._num_experts and bool((self.table == own).all())
+        self._target[layer] = torch.where(self.table[layer] < 0, self._num_experts, self.table[layer])
+        self._identity = False
 
     def to_logical(self, physical: Tensor) -> Tensor:
         """Counts int32 [L, P] -> [L, E]; valid until the next call."""
@@ -54,13 +51,8 @@ class LogicalMap:
 class Accumulator(Protocol):
     """Keeps passes until they are dumped."""
 
-    every_rank_writes: bool
-
     def add(self, pass_id: int, counts: PassCounts, logical: Tensor) -> None:
         """Takes over a pass; `logical` is int32 [L, E]."""
-
-    def content(self) -> dict[str, Any]:
-        """Of a dump, of this rank alone: tensors on the device, `logical_count` still to be summed over ranks."""
 
     def total(self) -> Tensor:
         """int64 [L, E] tokens since `clear_total`."""
@@ -74,16 +66,16 @@ class Accumulator(Protocol):
 class StatAccumulator:
     """Logical counts of the last passes; the modes stat and stat_approx."""
 
-    every_rank_writes = False
-
     def __init__(self, config: RecorderConfig) -> None:
-        self._buffer = PassBuffer(config.buffer_size, (config.num_layers, config.num_experts), config.device)
+        shape = (config.num_layers, config.num_experts)
+        self._buffer = PassBuffer(config.buffer_size, shape, torch.device(config.device))
 
     def add(self, pass_id: int, counts: PassCounts, logical: Tensor) -> None:
-        self._buffer.next_row().copy_(logical)
+        self._buffer.next_row(pass_id).copy_(logical)
 
-    def content(self) -> dict[str, Any]:
-        return {"logical_count": self._buffer.rows().clone()}
+    def passes(self) -> tuple[list[int], Tensor]:
+        """Numbers of the passes kept and their counts int32 [S, L, E] of this rank, oldest first."""
+        return self._buffer.pass_ids, self._buffer.rows()
 
     def total(self) -> Tensor:
         return self._buffer.total()
@@ -97,8 +89,6 @@ class StatAccumulator:
 
 class RecordAccumulator:
     """A record of each pass of this rank; the modes per_pass and per_token. Memory grows until the dump."""
-
-    every_rank_writes = True
 
     def __init__(self, config: RecorderConfig, logical_map: LogicalMap) -> None:
         self._rank = config.rank
@@ -120,6 +110,7 @@ class RecordAccumulator:
         self._total += logical
 
     def content(self) -> dict[str, Any]:
+        """Of this rank's dump file."""
         return {"records": list(self._records), "last_physical_to_logical_map": self._map.table.cpu()}
 
     def total(self) -> Tensor:

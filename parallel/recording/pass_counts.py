@@ -1,6 +1,6 @@
 """What one pass counts: tokens of each physical expert in each layer, and each token's experts where asked for.
 
-Legend: L layers, P physical experts, T tokens, K experts per token.
+Legend: L layers, M of them with experts, P physical experts, T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -15,19 +15,29 @@ from moe_engine.parallel.recording.config import MAX_TOP_K, RecorderConfig
 
 
 class PassCounts:
-    """Filled layer by layer; the same tensors in every pass."""
+    """Filled layer by layer; the same tensors in every pass.
+
+    A layer only leaves its ids here; they are counted once, at the end of the pass, in a handful of operators.
+    """
 
     def __init__(self, config: RecorderConfig) -> None:
-        self._device = config.device
-        self._padded = config.padded
-        # one column more than slots, the first: there the -1 of padded rows are counted, when 1 is added to all ids
-        counts = torch.zeros(config.num_layers, config.num_physical + 1, dtype=torch.int32, device=config.device)
-        self._all = counts
-        self.physical = counts[:, 1:]  # [L, P]
-        self._rows = list((counts if config.padded else self.physical).unbind(0))
+        self._device = torch.device(config.device)
+        # one column more than slots, the first: there the -1 of rows that are no token are counted
+        shape = (config.num_layers, config.num_physical + 1)
+        self._all = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._flat = self._all.view(-1)
+        self.physical = self._all[:, 1:]
+        """int32 [L, P], valid between `finish` and the next `begin`."""
         local = config.num_physical // config.ep_size
         self._local = self.physical[:, config.ep_rank * local : (config.ep_rank + 1) * local]
-        self._ones: dict[int, Tensor] = {}
+        self._layers: list[int] = []
+        self._ids: list[Tensor] = []
+        self._room = torch.empty(config.num_layers, 0, config.top_k, dtype=torch.int32, device=self._device)
+        self._rooms: Sequence[Tensor] = self._room.unbind(0)
+        self._in_room = 0
+        self._first: dict[tuple[int, ...], Tensor] = {}  # by layers: int32 [M, 1, 1], where slot 0 is counted
+        self._ones = torch.ones(0, dtype=torch.int32, device=self._device)
+        self._again: tuple[tuple[int, ...], Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
         self._per_token = config.mode == "per_token"
         self._topk_ids = torch.empty(0)
         self.details: dict[str, Any] = {}
@@ -38,10 +48,10 @@ class PassCounts:
     ) -> None:
         """Forgets what was counted; `input_ids` and `positions` are [T]."""
         self._all.zero_()
+        self._layers, self._ids, self._in_room = [], [], 0
         if not self._per_token:
             return
-        shape = (len(self._rows), input_ids.shape[0], MAX_TOP_K)
-        self._topk_ids = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        self._topk_ids = torch.full((len(self._all), input_ids.shape[0], MAX_TOP_K), -1, dtype=torch.int32)
         self.details = {
             "input_ids": input_ids.tolist(),
             "positions": positions.tolist(),
@@ -50,21 +60,80 @@ class PassCounts:
             "misc_objects": [],
         }
 
+    def room_for(self, num_tokens: int) -> Tensor:
+        """int32 [T, K] for a layer's choices, which are then given to `add_choices`: so they need not be gathered."""
+        if self._room.shape[1] != num_tokens:
+            self._room = self._room.new_empty(self._room.shape[0], num_tokens, self._room.shape[2])
+            self._rooms = self._room.unbind(0)
+            self._again = None
+        self._in_room += 1
+        return self._rooms[self._in_room - 1]
+
     def add_choices(self, layer: int, topk_ids: Tensor) -> None:
-        """topk_ids int [T, K] physical."""
-        ids = topk_ids.reshape(-1)
-        count = ids.numel()
-        ones = self._ones.get(count)
-        if ones is None:
-            ones = self._ones[count] = torch.ones(count, dtype=torch.int32, device=self._device)
-        self._rows[layer].index_add_(0, ids + 1 if self._padded else ids, ones)
-        if self._per_token:
-            self._topk_ids[layer, : topk_ids.shape[0], : topk_ids.shape[1]] = topk_ids
+        """topk_ids int32 [T, K] physical, not changed until they are counted. A layer may run for parts of the tokens
+        one after the other."""
+        self._layers.append(layer)
+        self._ids.append(topk_ids)
 
     def add_arrivals(self, layer: int, counts: Tensor | Sequence[int]) -> None:
         """counts [P/G] of this rank's slots."""
         self._local[layer] += torch.as_tensor(counts, dtype=torch.int32, device=self._device)
 
+    def finish(self) -> None:
+        """Counts what the layers left."""
+        if not self._ids:
+            return
+        if self._in_room == len(self._ids):
+            ids, offsets, places, flat, ones = self._views(tuple(self._layers))
+            torch.add(ids, offsets, out=places)
+        else:
+            width = self._all.shape[1]
+            flat = torch.cat([ids.view(-1) + (layer * width + 1) for layer, ids in zip(self._layers, self._ids)])
+            ones = self._some_ones(flat.numel())
+        self._flat.index_add_(0, flat, ones)
+        if self._per_token:
+            self._keep_choices()
+
     def token_choices(self) -> Tensor:
         """int32 [L, T, 8] on the host, -1 where unused."""
-        return self._topk_ids.cpu()
+        return self._topk_ids
+
+    def _views(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of ids in the room: they [M, T, K], what is added to them, room for the sum, that in one row, and ones.
+
+        Decodes have as many tokens pass after pass, and making a view costs as much as counting: they are kept.
+        """
+        if self._again is None or self._again[0] != layers:
+            ids = self._room[: len(layers)]
+            places = torch.empty_like(ids)
+            self._again = layers, ids, self._offsets(layers), places, places.view(-1), self._some_ones(ids.numel())
+        return self._again[1:]
+
+    def _some_ones(self, count: int) -> Tensor:
+        if len(self._ones) < count:
+            self._ones = torch.ones(count, dtype=torch.int32, device=self._device)
+        return self._ones[:count]
+
+    def _keep_choices(self) -> None:
+        """Where a layer ran twice, for two halves of the pass, the second one's tokens follow the first one's."""
+        kept = [0] * len(self._all)
+        for layer, ids in zip(self._layers, self._ids):
+            begin, end = kept[layer], kept[layer] + len(ids)
+            self._topk_ids = _at_least(self._topk_ids, end)
+            self._topk_ids[layer, begin:end, : ids.shape[1]] = ids.to("cpu", torch.int32)
+            kept[layer] = end
+
+    def _offsets(self, layers: tuple[int, ...]) -> Tensor:
+        found = self._first.get(layers)
+        if found is None:
+            places = torch.tensor(layers) * self._all.shape[1] + 1
+            found = self._first[layers] = places.to(self._device, torch.int32).view(-1, 1, 1)
+        return found
+
+
+def _at_least(topk_ids: Tensor, tokens: int) -> Tensor:
+    """[L, T, 8] with room for more tokens: a layer that sees other ranks' tokens routes more than the batch has."""
+    missing = tokens - topk_ids.shape[1]
+    if missing <= 0:
+        return topk_ids
+    return torch.cat([topk_ids, topk_ids.new_full((topk_ids.shape[0], missing, MAX_TOP_K), -1)], dim=1)

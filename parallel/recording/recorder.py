@@ -1,22 +1,22 @@
-"""`ExpertRecorder`: the object the MoE layers and the runner call, and the operator starts, stops and dumps.
+"""`ExpertRecorder`: the object the MoE layers leave their choices with, and the operator starts, stops and dumps.
 
-Legend: L layers, E logical experts, P physical experts, G ranks, T tokens, K experts per token.
+Legend: L layers, E logical experts, P physical experts, G ranks, T tokens, K experts per token, S passes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_engine.parallel.recording.accumulators import Accumulator, LogicalMap, RecordAccumulator, StatAccumulator
+from moe_engine.parallel.recording.accumulators import LogicalMap, RecordAccumulator, StatAccumulator
 from moe_engine.parallel.recording.balance_windows import BalanceWindows
 from moe_engine.parallel.recording.config import RecorderConfig
 from moe_engine.parallel.recording.dump_file import RecordingError, write_dump
+from moe_engine.parallel.recording.merge import pack_counts
 from moe_engine.parallel.recording.pass_counts import PassCounts
 
 logger = logging.getLogger(__name__)
@@ -30,16 +30,21 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 class ExpertRecorder:
-    """One rank's recorder. All methods run on the thread of the steps; all ranks start, stop and dump at the same step.
+    """One rank's recorder. All methods run on the thread of the steps, and in inference mode: what is made there cannot
+    be changed elsewhere.
 
-    While `recording` is False a layer pays for looking at that attribute and nothing else::
+    While `counting` is False a layer pays for looking at that attribute and nothing else::
 
-        if recorder.recording:
+        if recorder.counting:
             recorder.on_select(layer_index, topk_ids)
+
+    Three may want the counts of a pass: the operator, who starts and stops (`recording`); the report of balancedness,
+    and the rebalancer (`watch`), both from the beginning on, because their ranks meet at fixed passes. What the
+    operator does never makes ranks wait for each other, so it need not come to all of them at the same step.
 
     Args:
         config: sizes and choices.
-        all_reduce: over the ranks whose counts are summed.
+        all_reduce: over the ranks whose counts are summed; called in every pass with `report_balancedness`, else never.
         physical_to_logical: int [L, P]; slot i holds expert i mod E where it is None.
     """
 
@@ -48,97 +53,107 @@ class ExpertRecorder:
     ) -> None:
         self.config = config
         self.recording = False
+        self.counting = False
+        self.wanted = False
+        """Whether somebody wants counts, be it of other ranks."""
         self.balance = BalanceWindows(config.ep_size)
         self._all_reduce = all_reduce
         self._map = LogicalMap(config, physical_to_logical)
         self._counts = PassCounts(config)
-        self._kept: Accumulator = (
+        self._kept: StatAccumulator | RecordAccumulator = (
             RecordAccumulator(config, self._map) if config.mode.startswith("per_") else StatAccumulator(config)
         )
         self._by_router = config.source == "router"
+        self._window: Tensor | None = None  # int64 [L, E] since `take_window`
         self._pass_id = -1
+        self._in_pass = False
+        self._uncounted = False  # the last pass has ended, and what its layers left is not counted yet
+        self._look()
+
+    def _look(self) -> None:
+        """Between passes: who wants counts may have changed."""
+        self.wanted = self.recording or self.config.report_balancedness or self._window is not None
+        self.counting = self.wanted and self.config.counts_here
         self._in_pass = False
 
     # -- the operator
 
+    @torch.inference_mode()
     def start(self) -> None:
         """Forgets what was recorded and records from the next pass on."""
         if self.recording:
             logger.warning("the expert distribution is being recorded already; what was recorded is dropped")
-        self._reset()
+        self._count()
+        self._kept.reset()
         self._kept.clear_total()
         self.recording = True
+        self._look()
 
     def stop(self) -> None:
         """Records no more; what was recorded stays for a dump."""
         if not self.recording:
             logger.warning("the expert distribution is not being recorded; nothing to stop")
-        self.recording = self._in_pass = False
+        self._count()
+        self.recording = False
+        self._look()
 
-    def dump(self) -> Path | None:
-        """Writes what was recorded to a file and forgets it; goes on recording if it was.
+    @torch.inference_mode()
+    def dump_part(self) -> dict[str, Any] | None:
+        """This rank's part of a dump, which is forgotten here; goes on recording if it was.
 
         Returns:
-            This rank's file; None on ranks that write none (stat: all but rank 0).
-
-        Raises:
-            RecordingError: on every rank, when one could not write. Nothing is forgotten, so dump again.
+            Plain values for `merge.DumpWriter`: of stat and stat_approx the counts; of the other modes, whose records
+            are large, the ``path`` of the file that this rank wrote, or the ``error`` that kept it from doing so
+            (nothing is then forgotten). None where another rank counts the same tokens.
         """
-        content = self._content()
-        path, failure = None, None
-        if self._kept.every_rank_writes or self.config.rank == 0:
-            rank = self.config.rank if self._kept.every_rank_writes else None
+        if not self.config.counts_here:
+            return None
+        self._count()
+        rank = self.config.rank
+        if isinstance(self._kept, StatAccumulator):
+            pass_ids, counts = self._kept.passes()
+            part: dict[str, Any] = {"rank": rank, "capacity": self.config.buffer_size}
+            part["utilization"] = self.balance.mean()
+            part |= pack_counts(pass_ids, counts.cpu().numpy())
+        else:
             try:
-                path = write_dump(self.config.directory, content, rank)
+                part = {"rank": rank, "path": str(write_dump(self.config.directory, self._kept.content(), rank))}
             except RecordingError as error:
-                failure = error
-        failed = self._all_reduce(torch.tensor([int(failure is not None)], device=self.config.device))
-        if failure is not None:
-            raise failure
-        if int(failed):
-            raise RecordingError(
-                f"{int(failed)} other ranks could not write their dump; see their log, then dump again"
-            )
-        self._reset()
-        if path is not None:
-            logger.info("wrote the expert distribution to %s", path)
-        return path
+                return {"rank": rank, "error": str(error)}
+        self._kept.reset()
+        self._in_pass = False
+        return part
 
-    def take(self) -> dict[str, Any]:
-        """What `dump` would write, for a caller in this process (EPLB); forgets it.
-
-        In the modes stat and stat_approx `logical_count` is summed over all ranks, on every rank.
-        """
-        content = self._content()
-        self._reset()
-        return content
-
+    @torch.inference_mode()
     def snapshot(self) -> dict[str, Any]:
-        """For the live view: plain values, `counts` [L][E] of this rank since the start."""
+        """For the live view: plain values; `counts` [L][E] of this rank since the start, None where others count."""
+        self._count()
         return {
             "layers": self.config.num_layers,
             "experts": self.config.num_experts,
-            "counts": self._kept.total().tolist(),
+            "counts": self._kept.total().tolist() if self.config.counts_here else None,
             "balancedness": self.balance.values(),
             "recording": self.recording,
             "pass": self._pass_id,
         }
 
-    def _content(self) -> dict[str, Any]:
-        content = self._kept.content()
-        if "logical_count" not in content:
-            return content
-        summed = self._all_reduce(content["logical_count"]).cpu()
-        return {
-            "rank": self.config.rank,
-            "logical_count": summed,
-            "average_utilization_rate_over_window": self.balance.mean(),
-        }
+    # -- the rebalancer
 
-    def _reset(self) -> None:
-        self._kept.reset()
-        self.balance.reset()
-        self._in_pass = False
+    def watch(self) -> None:
+        """Counts from now on for `take_window`."""
+        self._count()
+        shape = (self.config.num_layers, self.config.num_experts)
+        self._window = torch.zeros(shape, dtype=torch.int64, device=self.config.device)
+        self._look()
+
+    @torch.inference_mode()
+    def take_window(self) -> Tensor:
+        """int64 [L, E]: logical counts of this rank since the last call; zeros where another rank counts."""
+        assert self._window is not None, "watch first"
+        self._count()
+        window = self._window.clone()
+        self._window.zero_()
+        return window
 
     # -- the runner
 
@@ -150,7 +165,7 @@ class ExpertRecorder:
         extend_seq_lens: Sequence[int] | None = None,
         forward_mode: int = 0,
     ) -> None:
-        """Before a forward pass, where `recording`.
+        """Before a forward pass, where `counting`.
 
         Args:
             pass_id: number of the pass, the same on all ranks.
@@ -158,33 +173,64 @@ class ExpertRecorder:
             extend_seq_lens: new tokens of each request of a prefill, likewise.
             forward_mode: SGLang's number: 1 extend, 2 decode, 3 mixed, 4 idle.
         """
+        self._count()
         self._pass_id, self._in_pass = pass_id, True
         self._counts.begin(input_ids, positions, extend_seq_lens, forward_mode)
 
     def end_pass(self) -> None:
-        """After a forward pass, where `recording`. Nothing happens if none began: recording started within it."""
-        if not self._in_pass:
-            return
-        self._in_pass = False
-        logical = self._map.to_logical(self._counts.physical)
-        self._kept.add(self._pass_id, self._counts, logical)
-        if self.config.report_balancedness:
+        """After a forward pass. Nothing is kept if none began: recording started within it.
+
+        What the layers left is counted later, between two steps: here kernels would wait for it, in the middle of one.
+        """
+        self._uncounted, self._in_pass = self._in_pass, False
+        if self.config.report_balancedness:  # also where others count: all ranks meet here
+            self._count()
             self.balance.add(self._pass_id, self._all_reduce(self._counts.physical.clone()))
+
+    def _count(self) -> None:
+        """The last pass, if that has not been done: before anything else happens here."""
+        if not self._uncounted:
+            return
+        self._uncounted = False
+        if torch.is_inference_mode_enabled():  # as in every step
+            self._count_now()
+        else:
+            with torch.inference_mode():
+                self._count_now()
+
+    def _count_now(self) -> None:
+        self._counts.finish()
+        logical = self._map.to_logical(self._counts.physical)
+        if self.recording:
+            self._kept.add(self._pass_id, self._counts, logical)
+        if self._window is not None:
+            self._window += logical
 
     # -- the MoE layers
 
+    def room_for(self, num_tokens: int) -> Tensor:
+        """int32 [T, K] that a layer may fill and give to `on_select`, where `counting`."""
+        return self._counts.room_for(num_tokens)
+
     def on_select(self, layer_index: int, topk_ids: Tensor) -> None:
-        """The router's choice in a layer, where `recording`: topk_ids int [T, K] physical ids."""
+        """The router's choice in a layer, where `counting`: topk_ids int [T, K] physical ids."""
         if self._by_router:
             self._counts.add_choices(layer_index, topk_ids)
 
     def on_dispatch(self, layer_index: int, counts: Tensor | Sequence[int]) -> None:
-        """What the dispatcher says arrived for this rank's slots, [P/G], where `recording`."""
+        """What arrived for this rank's slots, [P/G], where `counting`."""
         if not self._by_router:
             self._counts.add_arrivals(layer_index, counts)
 
+    @property
+    def wants_arrivals(self) -> bool:
+        """Whether `on_dispatch` is what counts."""
+        return not self._by_router
+
     # -- the placement
 
+    @torch.inference_mode()
     def update_layer(self, layer_index: int, physical_to_logical: Tensor) -> None:
         """Between passes: a layer's slots hold other experts from now on, int [P]."""
+        self._count()
         self._map.update_layer(layer_index, physical_to_logical)

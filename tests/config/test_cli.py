@@ -42,7 +42,8 @@ def test_mistakes_exit_with_2_and_one_message(capsys, model_dir):
     for argv, words in [
         (["sevre"], "did you mean serve"),
         (["--port", "3"], "name a command first"),
-        (["serve", "--tp", "4"], "--tp-size 4: not available yet"),
+        (["serve", "--tp", "3"], "attention heads cannot be shared evenly by 3 ranks"),
+        (["serve", "--pp", "4"], "--pp-size 4: not available yet"),
         (["serve", "--page-sise", "4"], "--page-size"),
         (["plan", "--model-path", "/no/such"], "no such folder"),
         (["plan", "--model-path", str(model_dir())], "no *.safetensors"),
@@ -97,7 +98,7 @@ def test_a_launch_that_cannot_fit_is_refused_in_a_second(model_dir):
     assert min(seconds) < 1, seconds
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["demo"], ["doctor"], ["serve", "--tp", "2"]])
+@pytest.mark.parametrize("argv", [["--help"], ["demo"], ["doctor"], ["serve", "--tp", "3"]])
 def test_quick_commands_load_no_torch(argv):
     code = LOADED_TORCH.format(argv=argv)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -75,13 +75,16 @@ def test_defaults_are_sglangs():
 
 
 def test_values_and_spellings():
-    args = cli("--model m --max-total-tokens 64k --dtype half --chunked-prefill-size=-1 --enable-mixed-c --tp 1 --dp 1")
+    args = cli("--model m --max-total-tokens 64k --dtype half --chunked-prefill-size=-1 --enable-mixed-c --pp 1 --tp 2")
     assert args.model.model_path == "m" and args.model.dtype == "float16"
     assert args.memory.max_total_tokens == 64000 and args.memory.chunked_prefill_size == -1
     assert args.scheduling.enable_mixed_chunk
-    assert args.given == {"model_path", "max_total_tokens", "dtype", "chunked_prefill_size", "enable_mixed_chunk"}
+    assert args.parallel.tp_size == 2
+    assert args.given == {
+        "model_path", "max_total_tokens", "dtype", "chunked_prefill_size", "enable_mixed_chunk", "tp_size",
+    }  # fmt: skip
     same = EngineArgs.from_kwargs(
-        model="m", max_total_tokens="64k", dtype="half", chunked_prefill_size=-1, enable_mixed_chunk=True, tp_size=1
+        model="m", max_total_tokens="64k", dtype="half", chunked_prefill_size=-1, enable_mixed_chunk=True, tp_size=2
     )
     assert same == args
     assert args.replace(page_size=1).memory.page_size == 1 and args.replace(page_size=1).model.dtype == "float16"
@@ -97,22 +100,22 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--tp-size 4", "--tp-size 4: not available yet in moe-engine (comes with many-rank support); "
+        ("--pp-size 4", "--pp-size 4: not available yet in moe-engine (comes with more forms of parallelism); "
                         "leave it out or use 1"),
-        ("--tp 8", "--tp-size 8: not available yet"),
-        ("--dp 2 --enable-dp-attention", "--dp-size 2: not available yet"),
-        ("--enable-dp-attention", "--enable-dp-attention: not available yet in moe-engine"),
+        ("--pp 8", "--pp-size 8: not available yet"),
+        ("--attn-cp-size 2 --enable-symm-mem", "--attn-cp-size 2: not available yet"),
+        ("--enable-symm-mem", "--enable-symm-mem: not available yet in moe-engine"),
         ("--speculative-algorithm EAGLE3", "EAGLE draft heads"),
-        ("--moe-a2a-backend deepep", "leave it out or use none"),
-        ("--enable-eplb", "expert load balancing"),
+        ("--moe-a2a-backend mooncake", "more dispatch backends"),
         ("--lora-paths a b", "--lora-paths a b: not available yet"),
-        ("--cuda-graph-max-bs 128", "CUDA graphs"),
+        ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prompts"),
+        ("--enable-torch-compile", "torch.compile"),
         ("--disaggregation-mode decode", "separate engines"),
         ("--grammar-backend outlines", "structured output"),
         ("--enable-hicache", "hierarchical KV cache"),
         ("--cpu-offload-gb 4", "weights kept in RAM"),
-        ("--kv-cache-dtype fp8_e4m3", "FP8 KV cache"),
-        ("--attention-backend flashmla", "the GPU backends"),
+        ("--kv-cache-dtype nvfp4", "KV caches of 4 bits"),
+        ("--attention-backend trtllm_mla", "the GPU backends"),
         ("--quantization awq", "other quantisation schemes"),
         ("--load-format gguf", "other checkpoint formats"),
         ("--tool-call-parser qwen25", "more output parsers"),
@@ -127,10 +130,9 @@ def test_what_comes_later_is_refused_by_name(text, words):
 @pytest.mark.parametrize(
     "text",
     [
-        "--tp-size 1 --dp-size 1 --ep-size 1 --pp-size 1 --nnodes 1 --node-rank 0",
-        "--moe-a2a-backend none --deepep-mode auto --disaggregation-mode null --cpu-offload-gb 0",
-        "--tensor-parallel-size 1 --grammar-backend none --hicache-ratio 2 --load-balance-method round_robin",
-        "--cuda-graph-backend-decode disabled",
+        "--pp-size 1 --attn-cp-size 1 --moe-dp-size 1 --cpu-offload-gb 0",
+        "--pipeline-parallel-size 1 --grammar-backend none --hicache-ratio 2 --disaggregation-mode null",
+        "--cuda-graph-backend-prefill disabled",
     ],
 )
 def test_later_flags_that_ask_for_nothing_are_accepted(text):
@@ -138,16 +140,16 @@ def test_later_flags_that_ask_for_nothing_are_accepted(text):
 
 
 def test_later_switch_as_keyword():
-    assert EngineArgs.from_kwargs(enable_dp_attention=False) == EngineArgs()
+    assert EngineArgs.from_kwargs(enable_symm_mem=False) == EngineArgs()
     with pytest.raises(NotAvailableYet):
-        EngineArgs.from_kwargs(enable_dp_attention=True)
-    with pytest.raises(NotAvailableYet, match="--tp-size 4"):
-        EngineArgs.from_kwargs(tp_size=4)
+        EngineArgs.from_kwargs(enable_symm_mem=True)
+    with pytest.raises(NotAvailableYet, match="--pp-size 4"):
+        EngineArgs.from_kwargs(pp_size=4)
 
 
 def test_satisfied_switch_is_noted():
-    assert cli("--disable-cuda-graph").notes[0].startswith("--disable-cuda-graph: nothing to do")
-    assert not EngineArgs.from_kwargs(disable_cuda_graph=False).notes
+    assert cli("--skip-server-warmup").notes[0].startswith("--skip-server-warmup: nothing to do")
+    assert not EngineArgs.from_kwargs(skip_server_warmup=False).notes
 
 
 @pytest.mark.parametrize("name", DROPPED)
@@ -198,9 +200,9 @@ def test_keyword_mistakes():
 def test_config_file(tmp_path: Path):
     file = tmp_path / "serve.yaml"
     file.write_text("model: from-file\npage-size: 16\nenable_metrics: true\ntp: 4\nport: 1\n")
-    args = cli(f"--config {file} --tp-size 1 --port 2")
+    args = cli(f"--config {file} --tp-size 2 --port 2")
     assert args.model.model_path == "from-file" and args.memory.page_size == 16
-    assert args.logging.enable_metrics and args.server.port == 2
+    assert args.logging.enable_metrics and args.server.port == 2 and args.parallel.tp_size == 2
     file.write_text("page-sise: 16\n")
     with pytest.raises(ConfigError, match="page_size"):
         cli(f"--config {file}")
@@ -218,7 +220,7 @@ def test_counts():
 def test_help_holds_every_field_and_hides_the_rest():
     text = build_parser().format_help()
     assert all(info.option in text for info in ALL_FIELDS)
-    assert "--tp-size" not in text and "--disable-mla" not in text
+    assert "--pp-size" not in text and "--disable-mla" not in text
 
 
 def test_no_flag_is_ignored():

@@ -8,12 +8,17 @@ import pytest
 
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.contradictions import LEAST, MOST
+from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import fields_of
+from moe_engine.config.graphs import GraphArgs
 from moe_engine.config.launch_plan import prepare
+from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.device import cpu_device
 from tests.config.conftest import SMALL, V3, machine
+
+FP8 = ("fp8_e4m3", "fp8_e5m2")
 
 
 def reasons(config):
@@ -42,12 +47,23 @@ def test_nothing_stays_auto(resolved):
     may_stay = {"revision", "download_dir", "chat_template", "api_key", "admin_api_key", "reasoning_parser",
                 "tool_call_parser", "log_level_http", "max_queued_requests", "prefill_max_requests", "model_path",
                 "quantization"}  # fmt: skip
-    may_stay |= {info.name for info in fields_of(SpeculativeArgs)}
+    for part in (SpeculativeArgs, ParallelArgs, ExpertArgs, GraphArgs):  # they ask for nothing
+        may_stay |= {info.name for info in fields_of(part)}
     for part in PARTS.values():
         for info in fields_of(part):
             open_ended = info.default is None or (info.default == "auto" and "backend" not in info.name)
             if open_ended and info.name not in may_stay and info.name not in ("tokenizer_mode", "load_format"):
                 assert info.name in decided, info.name
+
+
+def test_fp8_cache_holds_more_tokens(resolved):
+    few = {"mem_fraction_static": 0.02, "max_running_requests": 4096}  # memory is what limits
+    plain, scaled, bare = (resolved(kv_cache_dtype=name, **few) for name in ("auto", *FP8))
+    assert plain.ledger.bytes_per_token == 2 * bare.ledger.bytes_per_token > scaled.ledger.bytes_per_token
+    assert 1.99 < bare.max_total_num_tokens / plain.max_total_num_tokens < 2.01
+    assert plain.max_total_num_tokens < scaled.max_total_num_tokens < bare.max_total_num_tokens
+    assert (scaled.kv_cache_dtype, bare.kv_cache_dtype) == FP8 and scaled.dtype == "bfloat16"
+    assert any("two bits" in note for note in bare.notes) and not any("fp8" in note for note in scaled.notes)
 
 
 def test_what_is_given_is_kept(resolved):

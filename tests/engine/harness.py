@@ -13,7 +13,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.launch_plan import prepare
 from moe_engine.engine import messages
 from moe_engine.engine.core import EngineCore
-from moe_engine.engine.core_main import scheduler_config, worker_options
+from moe_engine.engine.core_setup import scheduler_config, worker_options
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.scheduler.scheduler import Scheduler

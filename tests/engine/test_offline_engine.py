@@ -97,8 +97,8 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
 
 
 def test_flags_are_those_of_the_server(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="tp-size 4: not available yet"):
-        Engine(model_path=str(checkpoint), tp_size=4)
+    with pytest.raises(ConfigError, match=r"lora-paths.*not available yet"):
+        Engine(model_path=str(checkpoint), lora_paths="adapter")
     with pytest.raises(ConfigError, match="page_sise"):
         Engine(model_path=str(checkpoint), page_sise=4)
 
@@ -113,7 +113,7 @@ def test_broken_checkpoint_is_a_config_error(checkpoint: Path, tmp_path: Path) -
 
 def test_killed_engine_is_named(checkpoint: Path) -> None:
     engine = Engine(model_path=str(checkpoint))
-    pid = engine._core.pid
+    pid = engine._cores[0].pid
     psutil.Process(pid).kill()
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match=rf"pid {pid}\) was killed by SIGKILL"):

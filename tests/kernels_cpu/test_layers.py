@@ -143,6 +143,8 @@ def test_moe_layer(
     shared = None if layer.shared is None else CpuLinear(any_library).run_mlp(x, *layer.shared)
     want = kernel.run_routed(x, topk, ids, layer.experts, shared)
     assert torch.equal(kernel.run_layer(fused, x), want)
+    chosen = torch.empty_like(ids)
+    assert torch.equal(kernel.run_layer(fused, x, chosen), want) and torch.equal(chosen, ids)
 
 
 def test_moe_layer_declines_weights_of_other_rows(library: Library) -> None:

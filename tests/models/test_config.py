@@ -123,7 +123,7 @@ def test_deepseek_v3_sizes(tmp_path: Path) -> None:
     assert config.num_parameters(include_mtp=True) - config.num_parameters() == pytest.approx(11.6e9, rel=5e-3)
     assert config.num_active_parameters() == pytest.approx(36.6e9, rel=5e-3)
     assert config.num_kv_elements_per_token() == 576
-    assert config.kv_bytes_per_token(2) == 70_272
+    assert config.kv_bytes_per_token("bfloat16") == 70_272
     assert config.rope.attention_factor == 1.0
     assert 192**-0.5 * config.rope.softmax_factor == pytest.approx(0.135234, rel=1e-5)
     assert config.moe_layers == (False,) * 3 + (True,) * 58
@@ -137,7 +137,7 @@ def test_deepseek_v3_sizes(tmp_path: Path) -> None:
 def test_deepseek_v2_lite(tmp_path: Path) -> None:
     config = parse(tmp_path, V2_LITE)
     assert config.num_parameters() == pytest.approx(15.71e9, rel=1e-3)
-    assert config.kv_bytes_per_token(2) == 31_104
+    assert config.kv_bytes_per_token("bfloat16") == 31_104
     assert isinstance(config.attention, MLAConfig) and config.attention.q_lora_rank is None
     assert 192**-0.5 * config.rope.softmax_factor == pytest.approx(0.114721, rel=1e-5)
     assert config.moe is not None and config.moe.shared_width == 2816 and config.moe.group_score is None

@@ -54,7 +54,7 @@ class Oracle:
         return self._mtp.forward_layer(index, hidden.unsqueeze(0), positions, None, input_ids=ids)[0]
 
     @torch.no_grad()
-    def logits(self, v: Tensor) -> Tensor:
+    def logits(self, v: Tensor, sizes: object = None) -> Tensor:
         return self._model.lm_head(v)
 
 

@@ -80,7 +80,7 @@ def test_records_hold_a_token_and_its_choices(fp8: bool, dtype: torch.dtype, hid
 
 def test_one_rank_agrees_with_the_local_dispatcher() -> None:
     x, ids, weights = choices(6)
-    batch, handle = LocalDispatcher(8).dispatch(x, ids)
+    batch, handle = LocalDispatcher(8).dispatch(x, ids, weights)
     layout = GroupedLayout(8, torch.bfloat16, torch.device("cpu"))
     ours = ExchangedDispatcher(SHAPE, LocalExchange(), layout, check=True)
     our_batch, our_handle = ours.dispatch(x, ids, weights)

@@ -27,7 +27,7 @@ LIMITS = WatchLimits(silent=1.5, late=0.4, start=30.0, progress=0.4)
 
 
 def options(size: int, make_worker: Callable[..., Any], **changes: Any) -> RankGroupOptions:
-    return RankGroupOptions(size, make_worker, **{"limits": LIMITS, "name_prefix": "DP0", **changes})
+    return RankGroupOptions(size, make_worker, **{"limits": LIMITS, "first_group": 0, **changes})
 
 
 def config_of(checkpoint: Path) -> Any:

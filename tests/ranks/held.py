@@ -47,8 +47,8 @@ class Meeting:
         assert (sums == sums[0]).all(), "the ranks run different steps"
         return self.model.forward(batch)
 
-    def logits(self, hidden: Any) -> Any:
-        return self.model.logits(hidden)
+    def logits(self, hidden: Any, sizes: Any = None) -> Any:
+        return self.model.logits(hidden, sizes)
 
 
 @dataclass
@@ -68,12 +68,13 @@ def hold_here(hold: Hold | None, place: RankPlace, phase: str, count: Any) -> No
 def meeting_worker(config: Any, place: RankPlace, progress: Progress, hold: Hold | None = None) -> Any:
     import torch.distributed as dist
 
-    from moe_engine.engine.rank_worker import replicated_worker
+    from moe_engine.engine.core_setup import make_worker
     from moe_engine.parallel.collectives import DistributedGroup
 
     progress.phase = lambda: "loading"
     hold_here(hold, place, "load", Count())
-    worker = replicated_worker(config, place, progress)
+    worker = make_worker(config, progress=False)  # the whole model on every rank: all compute the same tokens
+    progress.phase = lambda: worker.runner.phase
     group = DistributedGroup(dist.group.WORLD, 30.0, observe=progress.observe)
     worker.runner.model = Meeting(worker.runner.model, group, place, hold)  # after the warm-up, which each does alone
     return worker

@@ -149,15 +149,18 @@ def test_follower_killed_while_loading_is_named(checkpoint: Path, tmp_path: Path
     while not hold.flag.exists() or not hold.flag.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    time.sleep(0.5)  # for a line that says who is waited for
     pid = int(hold.flag.read_text())
+    said = ""  # who is waited for
+    while not re.search(rf"of 30 s: .*DP0 TP1 \(pid {pid}\) loading", said):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
+        said += capfd.readouterr().err
     psutil.Process(pid).kill()
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match=rf"DP0 TP1 \(pid {pid}\) was killed by SIGKILL \(last sign: loading\)"):
         core.wait_ready()
     print(f"\nnamed, and all gone, {time.monotonic() - began:.2f} s after the kill")
     assert not psutil.pid_exists(core.pid) and not psutil.pid_exists(pid)
-    assert re.search(rf"of 30 s: .*DP0 TP1 \(pid {pid}\) loading", told(capfd))
 
 
 def told(capfd: Any) -> str:

@@ -89,7 +89,7 @@ def test_changes_are_noticed(before: dict[str, Any], after: dict[str, Any], deep
 
 
 def test_it_wakes_to_look_again_but_ever_more_rarely() -> None:
-    found = simulate(Machine(rates=HOPELESS)).run(12_000, 4)
+    found = simulate(Machine(rates=HOPELESS)).run(33_000, 4)
     wakings = [i for i in range(1, len(found.awake)) if found.awake[i] and not found.awake[i - 1]]
     assert 3 <= len(wakings) <= 7
     gaps = [b - a for a, b in pairwise(wakings)]

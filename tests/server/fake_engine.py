@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_engine.engine.client_api import EngineInfo, Health
 from moe_engine.engine.messages import AddRequest, RequestDelta
-from moe_engine.errors import EngineDeadError
+from moe_engine.errors import EngineDeadError, InputError
 from tests.tokenizer.tiny_tokenizer import SPECIALS, make_tokenizer
 
 INFO = EngineInfo(
@@ -60,6 +60,9 @@ class FakeClient:
         self.board = Health(True, True, 7, 0.0, 0.0, 0, 0, 0)
 
     async def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+        if request.routed_dp_rank not in (None, 0):
+            words = f"routed_dp_rank {request.routed_dp_rank}: this server has one data-parallel rank, 0"
+            raise InputError(words, field="routed_dp_rank")
         self.requests.append(request)
         self.running.add(request.rid)
         finished = False
@@ -116,10 +119,15 @@ class FakeClient:
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
         self.aborts.append((rid, all))
 
-    async def call(self, method: str, **args: Any) -> Any:
-        return self.idle if method == "flush_cache" else self.state
+    async def call(self, method: str, **args: Any) -> list[Any]:
+        if method == "flush_cache":
+            return [self.idle]
+        return self.state if isinstance(self.state, list) else [self.state]
 
     def health(self) -> Health:
         return self.board
+
+    def healths(self) -> list[Health]:
+        return [self.board]
 
     async def shutdown(self, *, drain: bool = True) -> None: ...

@@ -60,7 +60,8 @@ NATIVE = [
     ({"text": "a", "extra_key": 5}, "extra_key: expected a string"),
     ({"text": "a", "image_data": "x"}, "image_data: not available yet"),
     ({"text": "a", "lora_path": "x"}, "lora_path: not available yet"),
-    ({"text": "a", "data_parallel_rank": 3}, "data_parallel_rank: this server has one"),
+    ({"text": "a", "data_parallel_rank": 3}, "routed_dp_rank 3: this server has one data-parallel rank, 0"),
+    ({"text": "a", "routed_dp_rank": "x"}, "routed_dp_rank: expected"),
 ]
 
 

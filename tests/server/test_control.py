@@ -200,9 +200,9 @@ def test_flush_and_abort():
 
 
 def test_what_is_not_there():
-    response = get(FakeClient(), "/start_expert_distribution_record")
+    response = get(FakeClient(), "/start_profile")
     assert response.status_code == 501
-    assert "/start_expert_distribution_record: not available yet" in response.json()["error"]["message"]
+    assert "/start_profile: not available yet" in response.json()["error"]["message"]
     assert post(FakeClient(), "/v1/embeddings", {}).status_code == 501
     assert post(FakeClient(), "/update_weights_from_disk", {}).status_code == 501
     assert get(FakeClient(), "/nowhere").status_code == 404

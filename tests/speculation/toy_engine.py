@@ -106,7 +106,7 @@ class MarkovTarget:
             out.append(np.stack([seen.token_at(at - 1), seen.token_at(at)], 1))
         return torch.from_numpy(np.concatenate(out))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, sizes: object = None) -> Tensor:
         return self.table[hidden[:, 0], hidden[:, 1]]
 
 
@@ -139,7 +139,7 @@ class ExactMTP:
             behind = np.take_along_axis(text, np.where(known, seen.positions + 1, 0), 1)
             assert (seen.tokens == behind * vocab + here)[known].all(), "the layer was told another text"
 
-    def logits(self, v: Tensor) -> Tensor:
+    def logits(self, v: Tensor, sizes: object = None) -> Tensor:
         return self._table[v[:, 0], v[:, 1]]
 
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from moe_engine.kernels.attention.kv_format import head_width, latent_width
+from moe_engine.models.config import GQAConfig, MLAConfig
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_pool import KVPool, KVSpec
 
@@ -29,6 +31,30 @@ def test_shapes_and_bytes(dtype: torch.dtype) -> None:
 
 def test_deepseek_v3_is_576_numbers_a_token_and_layer() -> None:
     assert KVSpec.mla(61, 512, 64, torch.bfloat16).bytes_per_token == 576 * 61 * 2
+
+
+def test_fp8_rows_are_about_half_as_long() -> None:
+    assert KVSpec("mla", 61, ((latent_width("fp8_e4m3", 512, 64),),), torch.uint8).bytes_per_token == 656 * 61
+    assert latent_width("fp8_e5m2", 512, 64) == 576 and latent_width("fp8_e4m3", 64, 16) == 96
+    assert head_width("fp8_e4m3", 128) == 132 and head_width("fp8_e5m2", 128) == 128
+    mla = MLAConfig(4, None, kv_lora_rank=64, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=8)
+    gqa = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=24)
+    assert mla.kv_parts("bfloat16") == ((80,),) and mla.kv_parts("fp8_e4m3") == ((96,),)
+    assert gqa.kv_parts("float32") == ((2, 24),) * 2 and gqa.kv_parts("fp8_e4m3") == ((2, 28),) * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e5m2])
+def test_rows_move_as_if_all_were_read_first(dtype: torch.dtype) -> None:
+    pool = KVPool(KVSpec("gqa", 2, ((2, 6), (2, 6)), dtype), 16, 1, STREAM)
+    held = [tensor.view(torch.uint8) for layer in pool.layers for tensor in layer]
+    for tensor in held:
+        tensor.random_(0, 100)
+    before = [tensor.clone() for tensor in held]
+    pool.move(torch.tensor([3, 4, 9]), torch.tensor([4, 5, 3]))
+    for now, then in zip(held, before):
+        assert torch.equal(now[[4, 5, 3]], then[[3, 4, 9]])
+        others = [i for i in range(17) if i not in (3, 4, 5)]
+        assert torch.equal(now[others], then[others])
 
 
 def test_dummy_page_is_cleared_alone() -> None:

@@ -15,7 +15,9 @@ Legend: D requests, N nodes, K = depth + 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def accept(
         forced: [D, N] bool, drafts to accept although the target sampled another token (thresholds).
     """
     if parents is None and forced is None:
-        return _accept_chain(sampled, drafts, depth)
+        return accept_chains(sampled, drafts, depth)
     count = sampled.shape[0]
     if parents is None:
         parents = torch.arange(-1, sampled.shape[1] - 1, device=sampled.device).expand(count, -1)
@@ -69,12 +71,15 @@ def accept(
     return Accepted(torch.stack(tokens, 1), counts, torch.stack(path, 1))
 
 
-def _accept_chain(sampled: Tensor, drafts: Tensor, depth: int) -> Accepted:
-    equal = (drafts[:, 1 : depth + 1] == sampled[:, :depth]) & (sampled[:, :depth] >= 0)
-    good = equal.long().cumprod(1)
+def accept_chains(sampled: Any, drafts: Any, depth: int) -> Accepted:
+    """`accept` for chains without thresholds; also of arrays, whose operators take a fraction of a tensor's time."""
+    library: Any = np if isinstance(sampled, np.ndarray) else torch
+    places, rows = (library.arange(n, device=sampled.device) for n in (depth + 1, len(sampled)))
+    judged = sampled[:, :depth]
+    good = ((drafts[:, 1 : depth + 1] == judged) & (judged >= 0)).cumprod(1)
     counts = good.sum(1) + 1
-    path = torch.arange(depth + 1, device=sampled.device).minimum(counts[:, None] - 1)
-    return Accepted(sampled.gather(1, path), counts, path)
+    path = library.minimum(places, counts[:, None] - 1)
+    return Accepted(*map(torch.as_tensor, (sampled[rows[:, None], path], counts, path)))
 
 
 def force(probabilities: Tensor, uniform: Tensor, single: float, acc: float) -> Tensor:

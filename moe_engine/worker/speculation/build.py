@@ -33,7 +33,7 @@ class DraftOptions:
     model_path: str
     model_config: ModelConfig
     dtype: torch.dtype
-    kv_dtype: torch.dtype
+    kv_dtype: str
     load_format: str
     dummy_seed: int
     progress: bool

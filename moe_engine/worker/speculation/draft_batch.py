@@ -47,13 +47,14 @@ class DraftBatches:
 
     def steps(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:
         """One token a row at positions [S, D], step after step, the layers of MTP that run them."""
-        return self._builder.chain(rows, rows_device, positions, levels)[0]
+        return self._builder.even_runs.chain(rows, rows_device, positions, levels)
 
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray) -> Iterator[ForwardBatch]:
         """The same as a batch for each step; the batches carry no ids."""
         if not len(positions):
             return
-        steps, lengths = self._builder.chain(rows, rows_device, positions, ())
+        lengths = (positions + 1).tolist()
+        steps = self._builder.even_runs.chain(rows, rows_device, positions, ())
         for i, (places, slots) in enumerate(zip(steps.positions, steps.slots)):
             queries = replace(steps.queries, context_lens=lengths[i], context_lens_device=steps.context_lens[i])
             attention = AttentionBatch(queries, None)

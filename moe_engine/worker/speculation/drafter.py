@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.step_batch import StepBatch
@@ -25,7 +27,7 @@ class Computed:
     rows: np.ndarray  # [R] int64
     starts: np.ndarray  # [R] int64
     counts: np.ndarray  # [R] int64
-    kept: np.ndarray  # [R] int64
+    kept: Tensor  # [R] int64: on the device, where it is known long before the host could read it
     offsets: np.ndarray  # [R] int64: where a run begins in `hidden`
     hidden: Tensor  # [T, D]
     batch: StepBatch
@@ -40,6 +42,12 @@ class Drafter(Protocol):
 
     def propose(self, task: DraftTask) -> Drafts:
         """Draft trees for the rows of a task; may write KV at the slots from a row's last token on."""
+
+    def join(self, sizes: Sequence[StepSizes]) -> None:
+        """Forwards of these sizes in which other attention groups draft and this one does not; collective.
+
+        A drafter whose forwards meet no other group's does nothing.
+        """
 
     def follow(self, computed: Computed) -> None:
         """Takes in what a step computed (plans with `Speculation.follow`)."""

@@ -8,18 +8,22 @@ Legend: D requests with drafts, N nodes of a tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.parallel.step_sizes import StepSizes
+
 
 @dataclass(frozen=True)
 class DraftTask:
     """What a drafter is asked for: trees for some rows, of at most `num_nodes` nodes and exactly `depth` levels.
 
-    Request i has computed lengths[i] tokens; its last token stands at that position and is the root.
+    Request i has computed lengths[i] tokens; its last token stands at that position and is the root. With DP attention
+    `sizes` are those of each forward that drafts in any group: all ranks run so many.
     """
 
     rows: np.ndarray  # [D] int64
@@ -29,6 +33,7 @@ class DraftTask:
     depth: int
     topk: int
     num_nodes: int
+    sizes: Sequence[StepSizes] = ()
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,16 @@ Legend: D rows with drafts, M MTP layers, E hidden size, K tokens that a step br
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.mtp import MTPLayers
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.rows import Rows
@@ -49,6 +54,7 @@ class MTPDrafter:
         self._behind = layers.num_layers - 1
         self._hidden_size = hidden
         self._state: Tensor | None = None  # [max_rows, E]: the target's state at each row's last position
+        self._host_state: np.ndarray | None = None
         self._last: Tensor | None = None  # [max_rows, M - 1, E]: the target's states at the positions before it
         self._entered = np.zeros(rows.max_rows, dtype=np.int64)  # computed tokens when the row began
 
@@ -59,23 +65,30 @@ class MTPDrafter:
 
     def propose(self, task: DraftTask) -> Drafts:
         assert self._state is not None, "a row is drafted for that was never followed"
-        state = self._state.index_select(0, task.rows_device)  # [D, E]
         chain = task.topk == 1
         places = self._places(task.lengths, task.depth if chain else 1)
         if chain and self._layers.fuses_drafts and len(task.rows) <= MAX_FUSED_ROWS:
-            return self._propose_at_once(task, state, places)
+            return self._propose_at_once(task, self._state, places)
+        state = self._state.index_select(0, task.rows_device)  # [D, E]
         tokens = [task.roots]
         for step, batch in enumerate(self._batches.chain(task.rows, task.rows_device, places)):
+            sizes = task.sizes[step] if task.sizes else None
+            batch = replace(batch, sizes=sizes)
             state = self._layers.forward(min(step, self._behind), tokens[-1], state, batch)
-            logits = self._layers.logits(state)
+            logits = self._layers.logits(state, sizes)
             if not chain:
                 expand = _LevelByLevel(self._layers, self._batches, task, state)
                 return grow(task, logits, expand, self._sampler)
             drawn = self._sampler.sample(logits, SampledRows(task.rows, task.lengths + 1 + step, task.rows_device))
             tokens.append(drawn.clamp_min(0))
+        self.join(task.sizes[task.depth :])
         return Drafts(torch.stack(tokens, 1))
 
-    def _propose_at_once(self, task: DraftTask, state: Tensor, places: np.ndarray) -> Drafts:
+    def join(self, sizes: Sequence[StepSizes]) -> None:
+        for some in sizes:
+            self._layers.join(ForwardBatch.nothing(self._batches.kv, some, self._stream.device))
+
+    def _propose_at_once(self, task: DraftTask, states: Tensor, places: np.ndarray) -> Drafts:
         """The chain in one call of a kernel."""
         levels = [min(step, self._behind) for step in range(task.depth)]
         steps = self._batches.steps(task.rows, task.rows_device, places, levels)
@@ -84,8 +97,8 @@ class MTPDrafter:
             lengths = (task.lengths + 1 + np.arange(task.depth)[:, None]).ravel()
             again = SampledRows(np.tile(task.rows, task.depth), lengths, task.rows_device)
             uniform = self._sampler.uniforms(again)
-        drawn = self._layers.draft_chain(state, task.roots, steps, self._batches.kv, parameters, uniform)  # [S, D]
-        return Drafts(torch.cat((task.roots[:, None], drawn.T), 1))
+        kv, roots = self._batches.kv, task.roots
+        return Drafts(self._layers.draft_chain(states, task.rows_device, roots, steps, kv, parameters, uniform))
 
     def _places(self, lengths: np.ndarray, num_steps: int) -> np.ndarray:
         """Positions [num_steps, D] of the steps of drafting."""
@@ -98,7 +111,7 @@ class MTPDrafter:
         rows, starts, counts = computed.rows, computed.starts, computed.counts
         history = self._rows.history
         assert history is not None
-        self._keep(rows, computed.hidden, computed.offsets + computed.kept - 1)
+        self._keep(rows, computed)
         if not self._behind:
             self._layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, computed.forward)
             return
@@ -112,12 +125,20 @@ class MTPDrafter:
         for layer in range(self._behind):
             v = self._layers.forward(layer, history.at(batch.flat + 1 + layer), v, forward)
         self._layers.remember(self._behind, history.at(batch.flat + 1 + self._behind), v, forward)
-        self._keep_last(rows, hidden, batch.offsets, starts + computed.kept - first)
+        self._keep_last(rows, hidden, batch.offsets, starts + self._stream.read(computed.kept) - first)
 
-    def _keep(self, rows: np.ndarray, hidden: Tensor, index: np.ndarray) -> None:
+    def _keep(self, rows: np.ndarray, computed: Computed) -> None:
+        """The states at the rows' last tokens."""
+        hidden = computed.hidden
         if self._state is None:
             self._state = hidden.new_zeros(self._rows.max_rows, self._hidden_size)
-        self._state.index_copy_(0, self._upload(rows), hidden.index_select(0, self._upload(index)))
+            self._host_state = self._stream.host_view(self._state)
+        host = self._stream.host_view(hidden)
+        if self._host_state is not None and host is not None:
+            self._host_state[rows] = host[computed.offsets + self._stream.read(computed.kept) - 1]
+        else:
+            last = self._upload(computed.offsets - 1) + computed.kept
+            self._state.index_copy_(0, self._upload(rows), hidden.index_select(0, last))
 
     def _with_last(self, computed: Computed, again: np.ndarray) -> Tensor:
         """The step's states, before those of run i the `again[i]` last ones of earlier steps, in order of the rows."""

@@ -8,9 +8,12 @@ Legend: D rows with drafts, N nodes, W tokens looked at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
 from moe_engine.worker.history import History
 from moe_engine.worker.speculation.drafter import Computed
@@ -26,6 +29,9 @@ class NgramDrafter:
         self._max_match = max_match
 
     def enter(self, new: NewRow) -> None:
+        return None
+
+    def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
 
     def follow(self, computed: Computed) -> None:

@@ -37,6 +37,7 @@ class PendingSpeculation:
     prompts: list[PendingPrompt] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)
     """Place among the plan's sampled rows, and row, of requests that had ended: their result is empty."""
+    cuda_graph: bool = False
 
     @classmethod
     def empty(cls, number: int, left_out: list[tuple[int, int]]) -> PendingSpeculation:
@@ -64,7 +65,7 @@ class PendingSpeculation:
             if logprobs is not None:
                 logprobs.insert(place, [])
         told = {pending.row: pending.take() for pending in self.prompts} or None
-        return StepResult(self.number, rows, tokens, logprobs, told, *self.seconds)
+        return StepResult(self.number, rows, tokens, logprobs, told, *self.seconds, cuda_graph=self.cuda_graph)
 
 
 def add_logprobs(

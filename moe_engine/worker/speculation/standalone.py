@@ -8,6 +8,7 @@ Legend: D rows with drafts, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import Model
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.history import History
@@ -46,6 +48,9 @@ class StandaloneDrafter:
 
     def enter(self, new: NewRow) -> None:
         self._seen[new.row] = 0
+
+    def join(self, sizes: Sequence[StepSizes]) -> None:
+        return None
 
     def follow(self, computed: Computed) -> None:
         return None

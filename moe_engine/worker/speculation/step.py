@@ -5,6 +5,7 @@ Legend: D decodes, P prompts that sample, N most tokens of a decode, K = depth +
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import Speculation, SpeculationConfig, StepPlan
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream
@@ -20,7 +22,7 @@ from moe_engine.worker.kv_pool import KVPool
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling_state import Draw, uniforms
-from moe_engine.worker.speculation.acceptance import Accepted, accept, force
+from moe_engine.worker.speculation.acceptance import Accepted, accept, accept_chains, force
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
@@ -31,20 +33,52 @@ _FORCE_SALT = 1
 
 
 @dataclass(frozen=True)
-class Verification:
-    """The decodes of a step, with their drafts, before the target has run.
+class Decodes:
+    """What steps share whose decodes are those of the same rows, with as many drafts each.
 
     `nodes[d, n]` is the row of logits of node n of decode d; a decode without drafts repeats its only one.
     """
 
+    plan_rows: list[int]
+    plan_counts: list[int]
     rows: np.ndarray  # [D] int64
     rows_device: Tensor  # [D] int64
-    starts: np.ndarray  # [D] int64
     counts: np.ndarray  # [D] int64
+    most: int  # N
+    is_even: bool  # all have N nodes
+    with_drafts: np.ndarray  # places of those that have drafts
+    nodes: Tensor  # [D, N] int64
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The decodes of a step, with their drafts, before the target has run."""
+
+    decodes: Decodes
+    starts: np.ndarray  # [D] int64
     tokens: Tensor  # [D, N] int64, -1 where there is no node
     parents: Tensor | None  # [D, N], None for chains
-    nodes: Tensor  # [D, N] int64
     depth: int
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[D] int64."""
+        return self.decodes.rows
+
+    @property
+    def rows_device(self) -> Tensor:
+        """[D] int64."""
+        return self.decodes.rows_device
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Nodes of each, [D] int64."""
+        return self.decodes.counts
+
+    @property
+    def nodes(self) -> Tensor:
+        """[D, N] int64, see `Decodes`."""
+        return self.decodes.nodes
 
 
 class SpeculativeStep:
@@ -75,6 +109,8 @@ class SpeculativeStep:
         self._kv_pool = kv_pool
         self._batches = batches
         self._stream = stream
+        self._thresholds = config.accept_threshold_single < 1 or config.accept_threshold_acc < 1
+        self._same: Decodes | None = None
 
     def enter(self, plan: StepPlan) -> None:
         """Rows that begin in this step, whether it is speculative or not."""
@@ -107,47 +143,61 @@ class SpeculativeStep:
         )
         return rest, left_out
 
-    def draft(self, plan: StepPlan, speculation: Speculation) -> Verification:
-        """Drafts for the decodes of a plan."""
-        num = plan.num_decodes
-        rows = np.array(plan.rows[:num], dtype=np.int64)
-        counts = np.array(plan.counts[:num], dtype=np.int64)
-        starts = self._history.read_lengths(rows)
-        rows_device = self._upload(rows)
-        roots = self._rows.last_token.index_select(0, rows_device)
+    def draft_with_others(self, sizes: Sequence[StepSizes]) -> None:
+        """Takes part in forwards that draft for other attention groups."""
+        if sizes:
+            self._drafter.join(sizes)
+
+    def draft(self, plan: StepPlan, speculation: Speculation, sizes: Sequence[StepSizes] = ()) -> Verification:
+        """Drafts for the decodes of a plan; `sizes` as `DraftTask` has them."""
+        decodes = self._decodes(plan)
+        rows, starts = decodes.rows, self._history.read_lengths(decodes.rows)
+        roots = self._rows.last_tokens_of(decodes.rows_device)
+        if decodes.most == 1:
+            self.draft_with_others(sizes)
+            return Verification(decodes, starts, roots[:, None], None, 0)
+        depth, topk, with_drafts = speculation.depth, self.config.topk, decodes.with_drafts
+        if len(with_drafts) == len(rows):
+            drafts = self._drafter.propose(
+                DraftTask(rows, starts, decodes.rows_device, roots, depth, topk, decodes.most, sizes)
+            )
+        else:
+            index = self._upload(with_drafts)
+            some, lengths = rows[with_drafts], starts[with_drafts]
+            task = DraftTask(some, lengths, decodes.rows_device[index], roots[index], depth, topk, decodes.most, sizes)
+            drafts = _spread(self._drafter.propose(task), index, roots)
+        return Verification(decodes, starts, drafts.tokens, drafts.parents, depth)
+
+    def _decodes(self, plan: StepPlan) -> Decodes:
+        num, same = plan.num_decodes, self._same
+        plan_rows, plan_counts = plan.rows[:num], plan.counts[:num]
+        if same is not None and same.plan_rows == plan_rows and same.plan_counts == plan_counts:
+            return same
+        rows, counts = np.array(plan_rows, dtype=np.int64), np.array(plan_counts, dtype=np.int64)
+        if same is not None and same.plan_rows == plan_rows:
+            rows = same.rows  # others know the rows by the object
         most = int(counts.max()) if num else 1
         first = np.cumsum(counts) - counts
-        nodes = self._upload(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1))
-        if most == 1:
-            return Verification(rows, rows_device, starts, counts, roots[:, None], None, nodes, 0)
-        with_drafts = np.flatnonzero(counts > 1)
-        some = len(with_drafts) < num
-        index = self._upload(with_drafts) if some else slice(None)
-        task = DraftTask(
-            rows=rows[with_drafts],
-            lengths=starts[with_drafts],
-            rows_device=rows_device[index],
-            roots=roots[index],
-            depth=speculation.depth,
-            topk=self.config.topk,
-            num_nodes=most,
+        self._same = same = Decodes(
+            plan_rows=plan_rows,
+            plan_counts=plan_counts,
+            rows=rows,
+            rows_device=self._upload(rows),
+            counts=counts,
+            most=most,
+            is_even=bool((counts == most).all()),
+            with_drafts=np.flatnonzero(counts > 1),
+            nodes=self._upload(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)),
         )
-        drafts = self._drafter.propose(task)
-        if some:
-            drafts = _spread(drafts, index, roots)
-        return Verification(rows, rows_device, starts, counts, drafts.tokens, drafts.parents, nodes, speculation.depth)
+        return same
 
     def build(self, plan: StepPlan, verification: Verification) -> StepBatch:
         """The batch of drafts and prompts."""
-        width = verification.tokens.shape[1]
-        is_even = verification.parents is None and (verification.counts == width).all()
-        if is_even and len(plan.rows) == plan.num_decodes:
-            return self._builder.even(
-                verification.rows,
-                verification.rows_device,
-                verification.starts,
-                width,
-                verification.tokens.clamp_min(0),
+        decodes = verification.decodes
+        if decodes.is_even and verification.parents is None and len(plan.rows) == plan.num_decodes:
+            ids = verification.tokens.clamp_min(0)
+            return self._builder.even_runs.batch(
+                decodes.rows, decodes.rows_device, verification.starts, decodes.most, ids
             )
         num, counts = plan.num_decodes, np.array(plan.counts, dtype=np.int64)
         rows, starts = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
@@ -192,13 +242,7 @@ class SpeculativeStep:
         if edited:
             edits.apply(logits, sampled.rows, sampled.lengths, self._tried(verification, sampled))
         drawn = self._sampler.sample(logits, sampled)  # [S]
-        accepted = accept(
-            drawn[verification.nodes],
-            verification.tokens,
-            verification.parents,
-            verification.depth,
-            self._forced(logits, sampled, verification),
-        )
+        accepted = self._walk(drawn, logits, sampled, verification)
         prompts = drawn[int(verification.counts.sum()) :]
         if edited:
             count = self._stream.read(accepted.counts)
@@ -209,18 +253,29 @@ class SpeculativeStep:
             edits.sampled(torch.cat((flat, prompts)).clamp_min(0), rows)
         return accepted, prompts
 
+    def _walk(self, drawn: Tensor, logits: Tensor, sampled: SampledRows, verification: Verification) -> Accepted:
+        """What of the drafts stands, given the token drawn at each row of logits [S]."""
+        nodes, tokens, parents = verification.nodes, verification.tokens, verification.parents
+        if parents is None and not self._thresholds:
+            on_nodes, drafts, nodes = self._stream.arrays(drawn, tokens, nodes)
+            return accept_chains(on_nodes[nodes], drafts, verification.depth)
+        forced = self._forced(logits, sampled, verification)
+        return accept(drawn[nodes], tokens, parents, verification.depth, forced)
+
     def advance(self, plan: StepPlan, verification: Verification, accepted: Accepted, prompts: Tensor) -> None:
         """Moves counts and tokens of every row, and the KV of accepted drafts to where their tokens stand."""
         if len(verification.rows):
             if verification.parents is not None:
                 self._move(verification, accepted)
-            tokens, counts = accepted.tokens.clamp_min(0), accepted.counts
-            lengths = self._upload(verification.starts) + counts
-            self._history.advance(verification.rows_device, lengths, tokens)
-            last = tokens.gather(1, (counts - 1)[:, None])[:, 0]
-            self._rows.last_token.index_copy_(0, verification.rows_device, last)
+            rows, starts, tokens, counts = self._stream.arrays(
+                verification.rows_device, self._upload(verification.starts), accepted.tokens, accepted.counts
+            )
+            tokens = tokens * (tokens > 0)  # 0 where logits were broken
+            self._history.advance(rows, starts, starts + counts, tokens)
+            # behind the last new token it is repeated
+            self._rows.set_last_tokens(rows, tokens[:, -1])
             if not self._stream.asynchronous:  # reading would stall it
-                self._history.ends.note(verification.rows, verification.starts + 1, tokens.numpy(), counts.numpy())
+                self._history.ends.note(rows, starts + 1, tokens, counts)
         self.advance_prompts(plan, prompts)
 
     def advance_prompts(self, plan: StepPlan, tokens: Tensor) -> None:
@@ -234,7 +289,7 @@ class SpeculativeStep:
             lengths = self._stream.from_list([plan.starts[i] + plan.counts[i] for i in ready], torch.int64)
             tokens = tokens.clamp_min(0)
             self._history.append(rows, lengths, tokens)
-            self._rows.last_token.index_copy_(0, rows, tokens)
+            self._rows.set_last_tokens(rows, tokens)
 
     def advance_ordinary(self, plan: StepPlan, sampled: SampledRows, tokens: Tensor) -> None:
         """The same for a step without speculation; tokens [S] >= 0 are those that it sampled."""
@@ -253,14 +308,17 @@ class SpeculativeStep:
         accepted: Accepted,
     ) -> None:
         """Shows the drafter what the step computed."""
-        num = plan.num_decodes
-        rows, counts = np.array(plan.rows, dtype=np.int64), np.array(plan.counts, dtype=np.int64)
-        starts, kept, offsets = np.array(plan.starts, dtype=np.int64), counts.copy(), batch.offsets
-        starts[:num] = verification.starts
-        kept[:num] = self._stream.read(accepted.counts)
+        num, offsets = plan.num_decodes, batch.offsets
+        rows, counts, starts = verification.rows, verification.counts, verification.starts
+        kept = accepted.counts
+        if num < len(plan.rows):
+            rows, counts = np.array(plan.rows, dtype=np.int64), np.array(plan.counts, dtype=np.int64)
+            starts = np.concatenate((starts, np.array(plan.starts[num:], dtype=np.int64)))
+            kept = torch.cat((kept, self._upload(counts[num:])))
         if verification.parents is not None:  # the accepted path of each tree, as the run that it is now
             path = self._upload(offsets[:num])[:, None] + accepted.path
-            counts[:num] = np.where(counts[:num] > 1, path.shape[1], 1)  # without drafts there is one slot only
+            paths = np.where(counts[:num] > 1, path.shape[1], 1)  # without drafts there is one slot only
+            counts = np.concatenate((paths, counts[num:]))
             path = path[self._upload(np.arange(path.shape[1]) < counts[:num, None])]
             own = [np.arange(o, o + c) for o, c in zip(offsets[num:].tolist(), counts[num:].tolist())]
             chunks = self._upload(np.concatenate([np.zeros(0, dtype=np.int64), *own]))
@@ -290,7 +348,7 @@ class SpeculativeStep:
 
     def _forced(self, logits: Tensor, sampled: SampledRows, verification: Verification) -> Tensor | None:
         single, acc = self.config.accept_threshold_single, self.config.accept_threshold_acc
-        if (single >= 1 and acc >= 1) or not verification.depth:
+        if not self._thresholds or not verification.depth:
             return None
         num_nodes = verification.tokens.shape[1]
         parents = verification.parents

@@ -1,0 +1,128 @@
+"""Forms of parallelism against one rank on the same cores, and what agreeing on a step costs:
+
+    python -m benchmarks.many_ranks [--shape moe-390m] [--forms one tp2 ep2 ...] [--rounds 3]
+
+Each form serves the same greedy requests offline, the forms taking turns; a form's threads add up to those of one rank.
+The exchange is measured between schedulers in processes of their own, without anything else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoints, report
+from benchmarks.stats import median
+from moe_engine import Engine
+from moe_engine.engine.lockstep import Lockstep, StepMesh
+from moe_engine.types import StepFacts, StepPlan
+
+FORMS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp_size": 2},
+    "ep2": {"tp_size": 2, "ep_size": 2},
+    "ep2-shared-memory": {"tp_size": 2, "moe_a2a_backend": "shared_memory"},
+    "ep2-all-to-all": {"tp_size": 2, "moe_a2a_backend": "all_to_all"},
+    "dp2-ep2-shared-memory": {"tp_size": 2, "attn_dp_size": 2, "moe_a2a_backend": "shared_memory"},
+    "dp2-ep2-overlap": {
+        "tp_size": 2, "attn_dp_size": 2, "moe_a2a_backend": "shared_memory", "enable_two_batch_overlap": True,
+    },
+    "replicas2": {"dp_size": 2},
+}  # fmt: skip
+
+
+def throughput(form: dict[str, Any], path: str | None, requests: int, prompt: int, output: int) -> float:
+    """Output tokens a second; the start is not counted."""
+    options: dict[str, Any] = {} if path is None else {"model_path": path, "skip_tokenizer_init": True}
+    with Engine(random_seed=0, **options, **form) as engine:
+        vocab = engine.info.vocab_size
+        ids = [[(i * 7919 + j * 31) % (vocab - 8) + 4 for j in range(prompt)] for i in range(requests)]
+        sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": output}
+        engine.generate(input_ids=ids[:4], sampling_params={**sampling, "max_new_tokens": 4})
+        began = time.perf_counter()
+        engine.generate(input_ids=ids, sampling_params=sampling)
+        return requests * output / (time.perf_counter() - began)
+
+
+def exchange_seconds(num_groups: int, steps: int) -> float:
+    """Median seconds of one agreement between `num_groups` schedulers."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        queue: Any = context.Queue()
+        processes = [
+            context.Process(target=_agree, args=(group, num_groups, steps, folder, queue))
+            for group in range(num_groups)
+        ]
+        for process in processes:
+            process.start()
+        medians = [queue.get(timeout=120) for _ in processes]
+        for process in processes:
+            process.join(10)
+    return max(medians)
+
+
+def _agree(group: int, num_groups: int, steps: int, folder: str, queue: Any) -> None:
+    addresses = [f"ipc://{folder}/{i}" for i in range(num_groups)]
+    mesh = StepMesh(group, num_groups, addresses[group])
+    mesh.connect(addresses)
+    lockstep = Lockstep(mesh, check=lambda: None)
+    seconds = []
+    for number in range(steps):
+        began = time.perf_counter()
+        lockstep.agree(StepPlan(number), StepFacts(num_tokens=64, num_logits=64, num_running=64))
+        seconds.append(time.perf_counter() - began)
+    queue.put(median(seconds[steps // 10 :]))
+    mesh.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.many_ranks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", default="moe-390m", help="of benchmarks.checkpoints, or `demo`: the embedded model")
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=3000, help="agreements measured")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-json", action="store_true")
+    args = parser.parse_args(argv)
+
+    exchange = {groups: exchange_seconds(groups, args.steps) * 1e6 for groups in (2, 4)}
+    for groups, microseconds in exchange.items():
+        print(f"agreeing on a step, {groups} schedulers: {microseconds:.0f} us (median)")
+    path = None if args.shape == "demo" else str(checkpoints.ensure_checkpoint(args.shape))
+    rates: dict[str, list[float]] = {name: [] for name in args.forms}
+    for _ in range(args.rounds):
+        for name in args.forms:
+            rates[name].append(throughput(FORMS[name], path, args.requests, args.input_len, args.output_len))
+    base = median(rates[args.forms[0]])
+    print(f"{'form':<24}{'tok/s':>10}{'ratio':>8}")
+    for name in args.forms:
+        print(f"{name:<24}{median(rates[name]):>10.0f}{median(rates[name]) / base:>8.2f}")
+    values = {
+        "shape": args.shape,
+        "requests": args.requests,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "rounds": args.rounds,
+        "exchange_us": exchange,
+        "output_tokens_per_second": rates,
+        "ratio_to_first": {name: median(rates[name]) / base for name in args.forms},
+    }
+    if not args.no_json:
+        print(report.write_result("many_ranks", values, path=args.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""What of a model can be cut over ranks, and a rank's attention heads, by its config. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.parallel.topology import ModelWidths
+
+Attention = TypeVar("Attention", MLAConfig, GQAConfig)
+
+
+def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
+    """What can be cut. Weights are dequantised on load, so that any width can be parted. Copies of experts count."""
+    attention, moe = config.attention, config.moe if config.is_moe else None
+    return ModelWidths(
+        num_heads=attention.num_heads,
+        num_kv_heads=0 if isinstance(attention, MLAConfig) else attention.num_kv_heads,
+        latent_kv=isinstance(attention, MLAConfig),
+        dense_width=0 if all(config.moe_layers) else config.intermediate_size,
+        num_experts=moe.num_experts + redundant_experts if moe else 0,
+        expert_width=moe.width if moe else 0,
+        shared_width=moe.shared_width if moe else 0,
+    )
+
+
+def cut_heads(attention: Attention, attn_tp_size: int) -> Attention:
+    """The attention of one rank: its heads, and for GQA the KV heads that it caches (each at least on one rank)."""
+    if attn_tp_size == 1:
+        return attention
+    num_heads = attention.num_heads // attn_tp_size
+    if isinstance(attention, MLAConfig):
+        return dataclasses.replace(attention, num_heads=num_heads)
+    num_kv_heads = max(1, attention.num_kv_heads // attn_tp_size)
+    return dataclasses.replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+def local_heads(config: ModelConfig, attn_tp_size: int) -> ModelConfig:
+    """The config with one rank's attention."""
+    if attn_tp_size == 1:
+        return config
+    attention = config.attention
+    if isinstance(attention, MLAConfig):
+        return dataclasses.replace(config, attention=cut_heads(attention, attn_tp_size))
+    return dataclasses.replace(config, attention=cut_heads(attention, attn_tp_size))

@@ -1,0 +1,141 @@
+"""From flags to the sizes of decode steps that are recorded; where none can be, the reason is noted."""
+
+from __future__ import annotations
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.decisions import Record
+from moe_engine.config.field import option_of
+from moe_engine.config.ledger import GB, LedgerRow
+from moe_engine.config.machine import Machine
+from moe_engine.config.resolve_parallel import ParallelPlan, dispatch_tokens
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import ModelConfig
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.types import GraphSettings, SpeculationConfig
+
+# GPU memory in GB (below) -> requests of the largest recorded step, on fewer than 4 ranks and on more: SGLang's numbers
+MAX_SIZES = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
+LARGEST = 512
+GRAPH_BYTES = 8 << 20
+"""An allowance for what the driver keeps of one recording."""
+
+NO_LAUNCHES = "a CPU has no launches to save"
+RECORDED_EXACTLY = 32
+"""Without padding every size up to this one is recorded."""
+
+
+def resolve_graphs(
+    args: EngineArgs,
+    machine: Machine,
+    parallel: ParallelPlan,
+    experts: ExpertSettings,
+    speculation: SpeculationConfig | None,
+    running: int,
+    record: Record,
+) -> GraphSettings:
+    """Pure.
+
+    Args:
+        running: most requests of a decode step.
+
+    Raises:
+        ConfigError: flags that contradict each other.
+    """
+    flags = args.graphs
+    if flags.cuda_graph_bs_decode is not None and flags.cuda_graph_max_bs_decode is not None:
+        largest = int(flags.cuda_graph_bs_decode.split()[-1])
+        if largest != flags.cuda_graph_max_bs_decode:
+            raise ConfigError(
+                f"--cuda-graph-bs-decode up to {largest} with --cuda-graph-max-bs-decode "
+                f"{flags.cuda_graph_max_bs_decode}: drop one"
+            )
+    asked = flags.disable_cuda_graph or flags.cuda_graph_backend_decode == "disabled"
+    why = "asked for" if asked else _why_not(machine, parallel, experts)
+    if why is not None:
+        wanted = sorted(args.given & set(vars(flags)))
+        if machine.device == "cpu" and wanted:
+            record.remark(f"{', '.join(map(option_of, wanted))}: nothing to do ({NO_LAUNCHES})")
+        elif machine.device != "cpu" and not asked:
+            record.remark(f"no CUDA graphs: {why}")
+        record.note("cuda_graph_backend_decode", "disabled", why)
+        return GraphSettings()
+    if flags.cuda_graph_backend_decode is None:
+        record.note("cuda_graph_backend_decode", "full", "a launch for a step costs less than one for each kernel")
+    counts = _counts(speculation)
+    sizes = _sizes(args, machine, parallel, speculation is not None, running, record)
+    if parallel.dispatch is not None:
+        topology = parallel.topology
+        fits = dispatch_tokens(parallel, running * max(counts)) * topology.attn_tp_size // max(counts)
+        sizes = tuple(size for size in sizes if size <= fits)
+    return GraphSettings(sizes, counts, not flags.disable_cuda_graph_padding)
+
+
+def _why_not(machine: Machine, parallel: ParallelPlan, experts: ExpertSettings) -> str | None:
+    if machine.device != "cuda":
+        return NO_LAUNCHES
+    if parallel.dispatch is not None and parallel.dispatch.modes["decode"] != "low_latency":
+        return f"decodes in the normal mode of {parallel.dispatch.row.name}: the host waits for the sizes of its messages"
+    if experts.rebalance is not None:
+        return "--enable-eplb looks at every step and moves experts between them"
+    if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
+        return "recorded experts of many ranks: all must leave the graphs in the same step"
+    return None
+
+
+def _counts(speculation: SpeculationConfig | None) -> tuple[int, ...]:
+    """Tokens of a request: those of a chain of drafts, and one without. Trees are not recorded."""
+    if speculation is None or speculation.topk > 1:
+        return (1,)
+    if speculation.auto_depth:
+        return tuple(range(1, speculation.num_steps + 2))
+    return (1, speculation.num_steps + 1)
+
+
+def _sizes(
+    args: EngineArgs, machine: Machine, parallel: ParallelPlan, drafts: bool, running: int, record: Record
+) -> tuple[int, ...]:
+    flags = args.graphs
+    if flags.cuda_graph_bs_decode is not None:
+        return tuple(size for size in map(int, flags.cuda_graph_bs_decode.split()) if size <= running)
+    largest = flags.cuda_graph_max_bs_decode
+    if largest is None:
+        many = parallel.topology.tp_size >= 4
+        steps = (row[1 + many] for row in MAX_SIZES if machine.total_bytes < row[0] * GB)
+        largest = min(next(steps, LARGEST), running)
+        record.note("cuda_graph_max_bs_decode", largest, f"{machine.total_bytes / GB:.0f} GB, {running} requests run")
+    largest = min(largest, running)
+    known = graph_sizes(largest, drafts)
+    if flags.disable_cuda_graph_padding:
+        known |= set(range(1, min(largest, RECORDED_EXACTLY) + 1))
+    sizes = tuple(sorted(known))
+    record.note("cuda_graph_bs_decode", " ".join(map(str, sizes)), f"SGLang's list up to {largest}")
+    return sizes
+
+
+def graph_sizes(largest: int, drafts: bool) -> set[int]:
+    """SGLang's list of batch sizes, and the largest itself; with drafts the steps are closer."""
+    if drafts:
+        parts = (range(1, 9), range(10, 33, 2), range(40, 65, 4), range(72, 257, 8), range(272, largest + 1, 16))
+    else:
+        parts = (
+            (1, 2, 4, 8, 12), range(16, 257, 8), range(272, 497, 16), range(512, largest + 1, 32)
+        )  # type: ignore[assignment]  # fmt: skip
+    return {size for part in parts for size in part if size < largest} | {largest}
+
+
+def graph_row(
+    graphs: GraphSettings, model: ModelConfig, dtype_bytes: int, groups: int, running: int
+) -> list[LedgerRow]:
+    """What recordings take: the largest one's activations and logits, results that outlive it, and their own records.
+
+    Args:
+        groups: attention groups, whose tokens meet in the experts.
+        running: most requests of a step, where that is less than the largest recording.
+    """
+    if not graphs.sizes:
+        return []
+    tokens = min(graphs.max_tokens, running * max(graphs.counts))
+    step = model.largest_step_activation_bytes(tokens * groups, dtype_bytes, num_logits=tokens, expanded_tokens=0)
+    results = tokens * (model.hidden_size * dtype_bytes + model.vocab_size * (4 + dtype_bytes))
+    detail = f"{graphs.num_graphs} recorded steps of up to {tokens} tokens, in one pool"
+    return [LedgerRow("CUDA graphs", step + results + graphs.num_graphs * GRAPH_BYTES, detail)]

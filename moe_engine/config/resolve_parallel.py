@@ -1,0 +1,206 @@
+"""From flags and the cluster's word to one plan of ranks: sizes of every axis, place of this node, the dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.cluster_env import ClusterPlace
+from moe_engine.config.decisions import Record
+from moe_engine.config.parallel import ParallelArgs
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.widths import widths_of
+from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
+from moe_engine.parallel.topology import Topology
+
+ONE_RANK = Topology()
+START_SECONDS = 1200.0
+MAX_DISPATCH_TOKENS = 128
+"""DeepEP's usual size of low-latency buffers, in tokens of a rank."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Who computes. `topology` is one replica's; replicas are alike and stand on one node each.
+
+    Attributes:
+        leader_address: HOST:PORT of node 0; None on one node.
+        dispatch: the backend that moves tokens to experts and its modes; None where all ranks see all tokens.
+        dispatch_fp8: tokens travel in FP8.
+        dispatch_tokens: most tokens of a rank in a low-latency dispatch; 0 without one.
+    """
+
+    topology: Topology = ONE_RANK
+    num_replicas: int = 1
+    node_rank: int = 0
+    leader_address: str | None = None
+    dispatch: DispatchChoice | None = None
+    dispatch_fp8: bool = False
+    dispatch_tokens: int = 0
+    start_seconds: float = START_SECONDS
+    local_rank: int = 0
+    """Above 0 in a launch with several processes a node: its first process starts all ranks, the others leave."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of all replicas, on this node."""
+        return self.topology.tp_size * self.num_replicas // self.topology.num_nodes
+
+    @property
+    def num_groups(self) -> int:
+        """Schedulers: attention groups of all replicas."""
+        return self.topology.attn_dp_size * self.num_replicas
+
+    @property
+    def num_ranks(self) -> int:
+        return self.topology.tp_size * self.num_replicas
+
+
+SINGLE_PROCESS = ParallelPlan()
+
+
+def dispatch_tokens(plan: ParallelPlan, num_decode_tokens: int) -> int:
+    """Most tokens that a rank brings to a low-latency dispatch, where its group decodes so many."""
+    return min(plan.dispatch_tokens, -(-num_decode_tokens // plan.topology.attn_tp_size))
+
+
+def resolve_parallel(
+    args: EngineArgs, model: ModelConfig, device: str, place: ClusterPlace | None, record: Record
+) -> ParallelPlan:
+    """Pure, as `resolve`.
+
+    Args:
+        place: what SLURM or torchrun say, for what the flags leave open.
+
+    Raises:
+        ConfigError: sizes that do not fit each other or the model, with those that would.
+    """
+    flags = args.parallel
+    attn_dp, replicas = _data_parallel(args, record)
+    num_nodes, node_rank, leader = _place(args, place, record)
+    backend = _backend(args)
+    if backend != "none" and not model.is_moe:
+        raise ConfigError(f"--moe-a2a-backend {backend}: {model.architecture} has no experts; leave it out")
+    topology = Topology(
+        tp_size=flags.tp_size,
+        attn_dp_size=attn_dp,
+        ep_size=_ep_size(args, backend, record),
+        moe_dense_tp_size=flags.moe_dense_tp_size,
+        enable_dp_lm_head=flags.enable_dp_lm_head,
+        moe_a2a_backend=backend if flags.tp_size > 1 else "none",
+        num_nodes=num_nodes,
+    )
+    topology.check(widths_of(model, args.experts.ep_num_redundant_experts))
+    _check_nodes(topology, replicas, node_rank, leader)
+    dispatch = None
+    if topology.travels:
+        dispatch = _dispatch(topology, device, flags, record)
+    _check_overlap(flags, dispatch is not None)
+    fp8 = flags.moe_dispatch_dtype == "fp8"
+    if fp8 and (dispatch is None or model.hidden_size % 128):
+        why = "no tokens travel (--moe-a2a-backend)" if dispatch is None else f"hidden size {model.hidden_size}"
+        raise ConfigError(f"--moe-dispatch-dtype fp8 needs tokens that travel, of whole blocks of 128 channels: {why}")
+    return ParallelPlan(
+        topology=topology,
+        num_replicas=replicas,
+        node_rank=node_rank,
+        leader_address=leader if num_nodes > 1 else None,
+        dispatch=dispatch,
+        dispatch_fp8=fp8,
+        dispatch_tokens=(flags.max_dispatch_tokens_per_rank or MAX_DISPATCH_TOKENS) if dispatch is not None else 0,
+        start_seconds=float(flags.dist_timeout or START_SECONDS),
+        local_rank=place.local_rank if place is not None else 0,
+    )
+
+
+def _check_overlap(flags: ParallelArgs, travels: bool) -> None:
+    for flag, asked in (
+        ("--enable-two-batch-overlap", flags.enable_two_batch_overlap),
+        ("--enable-single-batch-overlap", flags.enable_single_batch_overlap),
+    ):
+        if asked and not travels:
+            raise ConfigError(f"{flag} computes while tokens travel to experts, and none do: add --moe-a2a-backend")
+    if not 0 <= flags.tbo_token_distribution_threshold <= 0.5:
+        raise ConfigError(
+            f"--tbo-token-distribution-threshold {flags.tbo_token_distribution_threshold:g}: must be between 0 and 0.5"
+        )
+
+
+def _data_parallel(args: EngineArgs, record: Record) -> tuple[int, int]:
+    """(attention groups, replicas) from the flags' two spellings."""
+    flags = args.parallel
+    if not flags.enable_dp_attention:
+        return flags.attn_dp_size, flags.dp_size
+    if "attn_dp_size" in args.given and flags.attn_dp_size != flags.dp_size:
+        raise ConfigError(
+            f"--enable-dp-attention takes --dp-size {flags.dp_size} as the number of attention groups, and "
+            f"--attn-dp-size says {flags.attn_dp_size}; give one of the two (replicas: --dp-size without "
+            "--enable-dp-attention)"
+        )
+    return record.note("attn_dp_size", flags.dp_size, "--dp-size with --enable-dp-attention"), 1
+
+
+def _backend(args: EngineArgs) -> str:
+    flags = args.parallel
+    if not flags.enable_deepep_moe:
+        return flags.moe_a2a_backend
+    if flags.moe_a2a_backend not in ("none", "deepep"):
+        raise ConfigError(
+            f"--enable-deepep-moe and --moe-a2a-backend {flags.moe_a2a_backend} name two dispatchers; drop one"
+        )
+    return "deepep"
+
+
+def _ep_size(args: EngineArgs, backend: str, record: Record) -> int:
+    """A dispatcher spans all ranks, so what the flag leaves open is settled by it."""
+    flags = args.parallel
+    if "ep_size" in args.given and flags.ep_size != flags.tp_size and flags.enable_ep_moe:
+        raise ConfigError(f"--enable-ep-moe spreads experts over --tp-size ranks, --ep-size says {flags.ep_size}")
+    if "ep_size" in args.given or flags.tp_size == 1:
+        return flags.ep_size
+    if flags.enable_ep_moe:
+        return record.note("ep_size", flags.tp_size, "--enable-ep-moe: all ranks")
+    if backend != "none":
+        return record.note("ep_size", flags.tp_size, f"--moe-a2a-backend {backend} spans all ranks")
+    return flags.ep_size
+
+
+def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tuple[int, int, str | None]:
+    """(nodes, this node's number, leader): flags first, then the cluster's word."""
+    flags, given = args.parallel, args.given
+    if place is None or {"nnodes", "node_rank"} & given:
+        return flags.nnodes, flags.node_rank, flags.dist_init_addr
+    leader = flags.dist_init_addr
+    if leader is None and place.num_nodes > 1:
+        leader = record.note("dist_init_addr", place.leader_address, place.origin)
+    nodes = record.note("nnodes", place.num_nodes, place.origin)
+    return nodes, record.note("node_rank", place.node_rank, place.origin), leader
+
+
+def _check_nodes(topology: Topology, replicas: int, node_rank: int, leader: str | None) -> None:
+    nodes = topology.num_nodes
+    if not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank {node_rank}: with --nnodes {nodes} it is 0 to {nodes - 1}")
+    if nodes > 1 and leader is None:
+        raise ConfigError(f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all reach")
+    if leader is not None:
+        host, _, port = leader.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--dist-init-addr {leader}: must be HOST:PORT, as in node0:20000")
+    if nodes > 1 and replicas > 1:
+        raise ConfigError(
+            f"--dp-size {replicas} with --nnodes {nodes}: replicas stand on one node each; add --enable-dp-attention "
+            "to share one model over the nodes, or start a server on each node and a router before them"
+        )
+
+
+def _dispatch(topology: Topology, device: str, flags: ParallelArgs, record: Record) -> DispatchChoice:
+    place = Place(device, topology.tp_size, topology.num_nodes)
+    try:
+        choice = choose(place, topology.moe_a2a_backend, flags.deepep_mode)
+    except ValueError as error:
+        raise ConfigError(f"--moe-a2a-backend {topology.moe_a2a_backend}: {error}") from None
+    if topology.moe_a2a_backend == "auto":
+        record.note("moe_a2a_backend", choice.row.name, choice.reason)
+    return choice

@@ -1,0 +1,94 @@
+"""Control calls about experts, as an engine core answers them: it asks all of its ranks, and writes their dumps.
+
+    call                 answer
+    expert_start         {} when every rank records, or an error
+    expert_stop          {}
+    expert_dump          {"paths": [...]}: the files
+    expert_snapshot      {"view": {...}}: the live view, summed over the ranks; None where nothing can be recorded
+
+An answer may be {"error": sentence} instead, with "off" where nothing can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.parallel.recording.snapshots import sum_snapshots
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.recording.merge import DumpWriter
+
+NOT_RECORDED = (
+    "expert recording is off: start the server with --expert-distribution-recorder-mode stat (or per_pass, per_token), "
+    "for a model with experts"
+)
+
+
+class Ranks(Protocol):
+    """The part of a worker that reaches all ranks of a core."""
+
+    def call_all(self, method: str) -> Future[list[Any]]:
+        """Calls one of `worker.CALLS` on every rank, between two of its steps; answers in the order of the ranks."""
+
+
+OFF = {"error": NOT_RECORDED, "off": True}
+
+
+class ExpertCalls:
+    """Begins calls; a call's future holds its answer. Waiting and writing happen on a thread beside the core's loop.
+
+    Args:
+        ranks: asked on the thread that calls `begin`.
+        directory: of dumps.
+    """
+
+    def __init__(self, ranks: Ranks, directory: Path) -> None:
+        self._ranks = ranks
+        self._directory = directory
+        self._thread = ThreadPoolExecutor(1, "expert-calls")
+        self._writer: DumpWriter | None = None
+        # method -> what the ranks are asked, and what becomes of their answers
+        self._known: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]]]] = {
+            "expert_start": ("start_experts", self._started),
+            "expert_stop": ("stop_experts", self._stopped),
+            "expert_dump": ("dump_experts", self._dumped),
+            "expert_snapshot": ("view_experts", self._viewed),
+        }
+
+    def begin(self, method: str) -> Future[dict[str, Any]] | None:
+        """None if the call is not about experts."""
+        if method not in self._known:
+            return None
+        ask, finish = self._known[method]
+        return self._thread.submit(_finish, self._ranks.call_all(ask), finish)
+
+    def _started(self, able: list[bool]) -> dict[str, Any]:
+        if self._writer is not None:
+            self._writer.forget()
+        return {} if all(able) else OFF
+
+    def _stopped(self, able: list[bool]) -> dict[str, Any]:
+        return {} if all(able) else OFF
+
+    def _dumped(self, of_ranks: list[Any]) -> dict[str, Any]:
+        from moe_engine.parallel.recording.merge import DumpWriter
+
+        if self._writer is None:
+            self._writer = DumpWriter(self._directory)
+        if of_ranks and all(part is None for part in of_ranks):
+            return OFF
+        return {"paths": [str(path) for path in self._writer.write(of_ranks)]}
+
+    def _viewed(self, of_ranks: list[Any]) -> dict[str, Any]:
+        return {"view": sum_snapshots(of_ranks)}
+
+
+def _finish(asked: Future[list[Any]], finish: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return finish(asked.result())
+    except MoeEngineError as error:
+        return {"error": str(error)}

@@ -1,0 +1,146 @@
+"""A rank other than 0 whose process schedules for its attention group: a core of its own, in step with the others.
+
+Rank 0 watches it as a follower, and it ends with the world as one; requests come from the front end directly.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from moe_engine.engine import rank_messages as messages
+from moe_engine.engine.core_setup import make_core
+from moe_engine.engine.lockstep import Lockstep, StepMesh
+from moe_engine.engine.rank_link import RankLink
+from moe_engine.engine.rank_process import RankSpec
+from moe_engine.engine.rank_world import join_world, own_address_towards
+from moe_engine.engine.run_folder import RunFolder
+from moe_engine.engine.status_board import StatusBoard
+from moe_engine.engine.zmq_port import ZmqPort
+from moe_engine.errors import EngineDeadError
+from moe_engine.worker.plan_channel import PlanSender
+from moe_engine.worker.rank_group import Failure, LocalWorker, RankGroupWorker, RankLost, call_one, kernels_of
+from moe_engine.worker.rank_progress import Progress
+
+logger = logging.getLogger("moe_engine")
+
+LEAVE_SECONDS = 10.0
+"""For rank 0 to end this process after it was told of a failure."""
+
+
+class SchedulingRank:
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec, self._place = spec, spec.place
+        options, front = spec.options, spec.front
+        group = spec.place.group
+        self._folder = None if front is not None else RunFolder()
+        if front is not None:
+            folder = front.board_path.parent
+            plans, steps = f"ipc://{folder}/plans-{group}", f"ipc://{folder}/steps-{group}"
+            self._core_address = front.to_core_of(group)
+            self._board = StatusBoard(front.board_of(group))
+        else:
+            assert self._folder is not None
+            own = own_address_towards(options.leader_host)
+            plans = steps = self._core_address = f"tcp://{own}:*"
+            self._board = StatusBoard(self._folder.path / "board", create=True)
+        self._sender = PlanSender(plans)
+        self._mesh = StepMesh(group, options.num_groups, steps)
+        self._progress = Progress(lambda: "starting", on_stride=lambda: self._link.hurry())
+        self._watch = _LinkedWatch(self)
+        hello = messages.Hello(
+            spec.place.rank, socket.gethostname(), os.getpid(), options.fingerprint, self._sender.address
+        )
+        self._own: Future[LocalWorker] = Future()
+        name, silent = f"rank{spec.place.rank}", options.limits.silent
+        self._link = RankLink(spec.control_address, name, hello, self._sign, silent, self._leave, self._call)
+
+    def run(self) -> int:
+        """Returns the exit code after an orderly end; a lost world ends the process from the link's thread."""
+        try:
+            core, worker, port = self._start()
+            core.run()
+        except Exception as error:
+            self.fail(error)
+            time.sleep(LEAVE_SECONDS)  # rank 0 ends this process
+            return 1
+        worker.close()
+        self._sender.close()
+        self._mesh.close()
+        port.close()
+        self._link.close()
+        if self._folder is not None:
+            self._folder.remove()
+        return 0
+
+    def _start(self) -> tuple[Any, RankGroupWorker, ZmqPort]:
+        spec, options = self._spec, self._spec.options
+        welcome = self._link.welcome.result()
+        own = ThreadPoolExecutor(1, "rank-start").submit(self._prepare, welcome).result()
+        if not self._sender.wait_subscribed(options.group_size - 1, options.limits.silent + options.limits.progress):
+            raise EngineDeadError(f"{self._place.name}: a rank of the group does not listen for plans")
+        self._own.set_result(own)
+        self._progress.ready = True
+        front = spec.front.from_core_address if spec.front is not None else welcome.front_address
+        port = ZmqPort(self._core_address, front, wake=self._mesh.socket)
+        loaded = messages.Loaded(self._place.rank, kernels_of(own), port.address, self._mesh.address)
+        self._link.send(loaded)
+        self._mesh.connect(self._link.go.result().step_addresses)
+        worker = RankGroupWorker(own, self._sender, self._watch, self._progress)
+        lockstep = Lockstep(self._mesh, check=lambda: None)  # a lost world ends the process
+        core = make_core(spec.config, worker, own, port, self._board, lockstep=lockstep)
+        self._board.write(ready=1, last_turn=time.monotonic())
+        return core, worker, port
+
+    def _prepare(self, welcome: messages.Welcome) -> Any:
+        spec = self._spec
+        join_world(spec.options, spec.place, welcome.store_host, welcome.store_port)
+        return spec.options.make_worker(spec.config, spec.place, self._progress)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells rank 0, whose answer ends this process."""
+        failure = Failure.of(error)
+        if not failure.peer_lost and not failure.config_error:
+            logger.error("%s", "".join(traceback.format_exception(error)))
+        self.tell_failed(failure.message, peer_lost=failure.peer_lost, config_error=failure.config_error)
+
+    def tell_failed(self, message: str, *, peer_lost: bool, config_error: bool = False) -> None:
+        self._link.send(messages.Failed(self._place.rank, message, peer_lost, config_error))
+
+    def _call(self, method: str) -> Future[Any]:
+        """Calls come when all ranks are ready."""
+        return call_one(self._own.result(), method)
+
+    def _sign(self) -> messages.Beat:
+        board = self._board.pack() if self._folder is not None else []
+        return messages.Beat(self._place.rank, self._progress.position(), board)
+
+    def _leave(self, reason: str) -> None:
+        logger.error("This rank leaves: %s", reason)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class _LinkedWatch:
+    """Implements `worker.rank_group.Watch` by what goes to rank 0, which ends this process if a rank is lost."""
+
+    verdict: RankLost | None = None
+
+    def __init__(self, rank: SchedulingRank) -> None:
+        self._rank = rank
+
+    def slowest_steps_done(self) -> int:
+        return 1 << 60  # the collectives of each step keep the group together
+
+    def failed(self, rank: int, message: str, *, peer_lost: bool) -> None:
+        self._rank.tell_failed(message, peer_lost=peer_lost)
+
+    def stepped(self, seconds: float) -> None: ...
+
+    def on_verdict(self, listener: Any) -> None: ...

@@ -1,0 +1,52 @@
+"""Recording of experts over HTTP, with SGLang's endpoints and answers, and the live page."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import Request, Response
+
+from moe_engine.engine.expert_records import ExpertRecords
+from moe_engine.errors import InputError
+from moe_engine.experts_report.live_page import POLICY, live_page
+from moe_engine.server.http_io import json_response
+from moe_engine.server.state import ServerState
+
+VIEW_TIMEOUT = 5.0
+
+
+class ExpertsApi:
+    def __init__(self, state: ServerState) -> None:
+        self._records = ExpertRecords(state.client)
+
+    async def start(self, request: Request) -> Response:
+        await self._records.start()
+        return _said("Start recording expert distribution.")
+
+    async def stop(self, request: Request) -> Response:
+        await self._records.stop()
+        return _said("Stop recording expert distribution.")
+
+    async def dump(self, request: Request) -> Response:
+        """Where to is the operator's choice alone; the log names the files."""
+        await self._records.dump()
+        return _said("Dump expert distribution record.")
+
+    async def page(self, request: Request) -> Response:
+        headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}
+        return Response(live_page(), media_type="text/html; charset=utf-8", headers=headers)
+
+    async def data(self, request: Request) -> Response:
+        try:
+            view = await asyncio.wait_for(self._records.snapshot(), VIEW_TIMEOUT)
+        except TimeoutError:
+            raise InputError("a step takes long; ask again", status=503) from None
+        return json_response(view or NOTHING)
+
+
+NOTHING = {"layers": 0, "experts": 0, "counts": [], "balancedness": {}, "recording": False, "pass": -1}
+"""The view of a server that cannot record."""
+
+
+def _said(line: str) -> Response:
+    return Response(f"{line}\n", media_type="text/plain; charset=utf-8")

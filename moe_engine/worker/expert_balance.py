@@ -1,0 +1,244 @@
+"""EPLB while the engine serves: counts over some passes, a plan, and experts that move a few at a time.
+
+All ranks call `between_passes` at the same passes, and what they do there follows from the number of the pass and from
+what rank 0 sent, so no rank ever acts alone:
+
+    counting   until the interval is over; then the ranks sum their counts
+    planning   on a thread of rank 0; every few passes it tells the others whether the plan is there
+    moving     one chunk a pass: it travels into spare slots during the pass and is put in place before the next
+
+Legend: L layers, E logical experts, P slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_engine.parallel.collectives import Group
+from moe_engine.parallel.expert_settings import RebalanceSettings
+from moe_engine.parallel.expert_tables import ExpertTables
+from moe_engine.parallel.expert_transfer import ExpertTransfer
+from moe_engine.parallel.placement.balance import balancedness
+from moe_engine.parallel.placement.layout import ExpertLayout
+from moe_engine.parallel.placement.moves import Chunk, plan_moves
+from moe_engine.parallel.placement.placement import ExpertPlacement
+from moe_engine.parallel.placement.policies import plan_placement
+from moe_engine.parallel.placement.program import decode_moves, encode_moves
+from moe_engine.parallel.recording.recorder import ExpertRecorder
+
+logger = logging.getLogger("moe_engine")
+
+ASK_EVERY = 4
+"""Passes between two looks at whether rank 0 has planned."""
+MIN_GAIN = 0.01
+"""Balancedness that a layer gives up rather than move more experts."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to get there, and what it brings: balancedness of the counted passes as it was, and in the new place."""
+
+    program: NDArray[np.int64]
+    before: float = 1.0
+    after: float = 1.0
+
+
+NO_MOVES = Plan(np.zeros(1, dtype=np.int64))
+
+
+class Planner:
+    """Makes plans beside the steps, on rank 0. `close` waits for the one in work."""
+
+    def __init__(self, layout: ExpertLayout, policy: str, executor: Executor) -> None:
+        self._layout = layout
+        self._policy = policy
+        self._executor = executor
+
+    def submit(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Future[Plan]:
+        """A plan for counts [L, E]; `NO_MOVES` where the balancedness is `enough` already."""
+        return self._executor.submit(self.plan, counts, current, enough)
+
+    def plan(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Plan:
+        before = balancedness(current, counts)
+        if not counts.any() or before > enough:
+            return NO_MOVES
+        new = plan_placement(counts, self._layout, self._policy, current, MIN_GAIN)
+        moves = plan_moves(current, new, num_nodes=self._layout.num_nodes)
+        return Plan(encode_moves(moves), before, balancedness(new, counts))
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+
+@dataclass
+class BalanceStats:
+    """Of this rank, since the start. Seconds of pauses are those between passes; `moving_seconds` are the passes' own,
+    pauses included."""
+
+    rebalances: int = 0
+    experts_received: int = 0
+    moving_passes: int = 0
+    moving_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    longest_pause: float = 0.0
+    before: float = 1.0
+    """Balancedness of the counted passes, as they were and as planned: of the last plan."""
+    after: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, and ``pause_share``: the part of the time of passes with moves that they paused."""
+        share = self.pause_seconds / self.moving_seconds if self.moving_seconds else 0.0
+        return asdict(self) | {"pause_share": share}
+
+
+class ExpertBalance:
+    """One rank's part in rebalancing.
+
+    Args:
+        settings: when.
+        tables: the placement in force, which this changes.
+        recorder: counts, with a window that this empties.
+        transfer: with as many spare slots as layers move at once.
+        world: all ranks of the model. Operations in it happen between passes, so they cannot meet those of a step.
+        planner: asked on rank 0 alone.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        settings: RebalanceSettings,
+        tables: ExpertTables,
+        recorder: ExpertRecorder,
+        transfer: ExpertTransfer,
+        world: Group,
+        planner: Planner,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.stats = BalanceStats()
+        self._settings = settings
+        self._tables = tables
+        self._recorder = recorder
+        self._transfer = transfer
+        self._world = world
+        self._planner = planner
+        self._clock = clock
+        self._passes = 0  # in this stage
+        self._stage: Callable[[], None] = self._count
+        self._planning: Future[Plan] | None = None
+        self._waiting: deque[deque[Chunk]] = deque()  # layers, and what is left to do in each
+        self._under_way: list[Chunk] = []
+        self._last_call: float | None = None
+        self._at_start = BalanceStats()
+        self._log("[EPLBManager] system started, will rebalance per %d iterations.", settings.interval)
+
+    def between_passes(self) -> None:
+        """Before each pass, on every rank."""
+        self._passes += 1
+        self._stage()
+
+    def close(self) -> None:
+        self._planner.close()
+
+    # -- the stages
+
+    def _enter(self, stage: Callable[[], None]) -> None:
+        self._stage, self._passes = stage, 0
+
+    def _count(self) -> None:
+        if self._passes <= self._settings.interval:
+            return
+        self._log("[EPLBManager] rebalance start")
+        window = self._recorder.take_window().to(self._world.device)
+        counts = self._world.all_reduce(window).cpu().numpy()
+        if self._world.rank == 0:
+            self._planning = self._planner.submit(counts, self._tables.placement, self._settings.enough)
+        self._enter(self._plan)
+
+    def _plan(self) -> None:
+        if self._passes % ASK_EVERY:
+            return
+        plan = NO_MOVES
+        length = 0
+        if self._planning is not None and self._planning.done():
+            plan = self._planned(self._planning)
+            length = len(plan.program)
+        length = int(self._world.broadcast(self._tensor(torch.tensor([length])), 0))
+        if not length:
+            return
+        program = torch.from_numpy(plan.program) if self._world.rank == 0 else torch.zeros(length, dtype=torch.int64)
+        program = self._world.broadcast(self._tensor(program), 0).cpu()
+        layers = decode_moves(program.numpy(), self._tables.placement)
+        self._waiting = deque(deque(chunks) for chunks in layers)
+        self.stats.before, self.stats.after = plan.before, plan.after
+        self._at_start = BalanceStats(**asdict(self.stats))
+        self._last_call = None
+        self._enter(self._move)
+
+    def _planned(self, planning: Future[Plan]) -> Plan:
+        self._planning = None
+        try:
+            return planning.result()
+        except Exception:
+            logger.exception("[EPLBManager] no plan could be made; experts stay where they are")
+            return NO_MOVES
+
+    def _move(self) -> None:
+        began = self._clock()
+        if self._under_way:
+            self._transfer.finish()
+            for chunk in self._under_way:
+                self._tables.update_layer(chunk.layer, chunk.table, self._recorder)
+        active = [self._waiting.popleft() for _ in range(min(self._settings.layers_at_once, len(self._waiting)))]
+        self._under_way = [chunks.popleft() for chunks in active]
+        self._waiting.extendleft(chunks for chunks in reversed(active) if chunks)
+        self.stats.experts_received += self._transfer.begin(self._under_way)
+        self._note_pause(began)
+        if not self._under_way:
+            self._ended()
+
+    def _note_pause(self, began: float) -> None:
+        stats, now = self.stats, self._clock()
+        if self._last_call is not None:
+            stats.moving_seconds += began - self._last_call
+            stats.moving_passes += 1
+        stats.pause_seconds += now - began
+        stats.longest_pause = max(stats.longest_pause, now - began)
+        self._last_call = began
+
+    def _ended(self) -> None:
+        stats, start = self.stats, self._at_start
+        stats.rebalances += 1
+        seconds, pauses = stats.moving_seconds - start.moving_seconds, stats.pause_seconds - start.pause_seconds
+        passes = stats.moving_passes - start.moving_passes
+        self._log(
+            "[EPLBManager] rebalance end time=%.3fs; rank 0 received %d experts in %d steps, pausing %.2f ms a step "
+            "(%.1f %%, longest %.2f ms); balancedness of the counted steps %.3f, planned %.3f",
+            seconds,
+            stats.experts_received - start.experts_received,
+            passes,
+            1e3 * pauses / max(passes, 1),
+            100 * pauses / seconds if seconds else 0.0,
+            1e3 * stats.longest_pause,
+            stats.before,
+            stats.after,
+        )
+        self._enter(self._count)
+
+    # -- pieces
+
+    def _tensor(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._world.device)
+
+    def _log(self, line: str, *args: object) -> None:
+        if self._world.rank == 0:
+            logger.info(line, *args)

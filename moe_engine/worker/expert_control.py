@@ -1,0 +1,54 @@
+"""What the operator may ask of the experts of one rank. Everything runs on the worker's thread, between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_engine.parallel.recording.recorder import ExpertRecorder
+from moe_engine.worker.expert_balance import ExpertBalance
+
+
+class ExpertControl:
+    """Answers are plain values that msgpack can carry. Nothing here is collective: ranks may be asked at any step.
+
+    Args:
+        recorder: None where nothing can be recorded (no --expert-distribution-recorder-mode, no experts).
+        balance: None where experts stay where they are.
+    """
+
+    def __init__(self, recorder: ExpertRecorder | None = None, balance: ExpertBalance | None = None) -> None:
+        self._recorder = recorder
+        self._balance = balance
+
+    def start(self) -> bool:
+        """Records from the next pass on; False where nothing can be recorded."""
+        if self._recorder is not None:
+            self._recorder.start()
+        return self._recorder is not None
+
+    def stop(self) -> bool:
+        if self._recorder is not None:
+            self._recorder.stop()
+        return self._recorder is not None
+
+    def dump_part(self) -> dict[str, Any] | None:
+        """This rank's part, for `merge.DumpWriter`; None where it has none."""
+        return None if self._recorder is None else self._recorder.dump_part()
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """This rank's part of the live view, for `merge.sum_snapshots`."""
+        return None if self._recorder is None else self._recorder.snapshot()
+
+    def state(self) -> dict[str, Any]:
+        """For metrics: ``balancedness`` as `BalanceWindows.values` (where it is reported), ``eplb`` as
+        `BalanceStats`; may be read from any thread."""
+        state: dict[str, Any] = {}
+        if self._recorder is not None and (balancedness := self._recorder.balance.values()):
+            state["balancedness"] = balancedness
+        if self._balance is not None:
+            state["eplb"] = self._balance.stats.to_dict()
+        return state
+
+    def close(self) -> None:
+        if self._balance is not None:
+            self._balance.close()

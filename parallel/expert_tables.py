@@ -1,0 +1,75 @@
+"""Where the experts of every MoE layer are now, as one rank needs it. Changed between two steps only.
+
+Legend: L layers of the model, E logical experts, P slots, G expert-parallel ranks, T tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.parallel.placement.placement import ExpertPlacement
+from moe_engine.parallel.placement.replicas import Algorithm, ReplicaChoice
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.recording.recorder import ExpertRecorder
+
+
+class ExpertTables:
+    """The placement in force, and the copy that this rank's tokens go to.
+
+    Layers behind the placement's last one (MTP layers) have the trivial placement and keep it.
+
+    Args:
+        placement: complete, of the model's own layers.
+        rank: this rank's place among the G.
+        algorithm: see `ReplicaChoice`; where every rank computes the same rows it must be ``dynamic``.
+        num_more_layers: MTP layers.
+        num_nodes: machines that the G ranks are spread over evenly.
+    """
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        rank: int,
+        algorithm: Algorithm,
+        *,
+        num_more_layers: int = 0,
+        num_nodes: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.rank = rank
+        self.num_layers = placement.num_layers
+        self.num_physical = placement.num_physical
+        self.num_redundant = placement.num_physical - placement.num_experts
+        self.slots_per_rank = placement.slots_per_rank
+        trivial = np.arange(placement.num_physical) % placement.num_experts
+        self._table = np.vstack([placement.physical_to_logical, np.tile(trivial, (num_more_layers, 1))])
+        self._num_experts, self._num_ranks = placement.num_experts, placement.num_ranks
+        whole = ExpertPlacement(self._table, placement.num_experts, placement.num_ranks)
+        self._choice = ReplicaChoice(whole, rank, algorithm, num_nodes=num_nodes, device=device)
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Of the model's own layers, as it is now."""
+        return ExpertPlacement(self._table[: self.num_layers], self._num_experts, self._num_ranks)
+
+    def held(self, layer: int) -> list[int]:
+        """The logical expert in each of this rank's slots."""
+        first = self.rank * self.slots_per_rank
+        return self._table[layer, first : first + self.slots_per_rank].tolist()
+
+    def to_physical(self, layer: int, topk_ids: Tensor) -> Tensor:
+        """topk_ids int [T, K] logical -> int32 [T, K] slots."""
+        return self._choice.to_physical(layer, topk_ids)
+
+    def update_layer(self, layer: int, table: Sequence[int], recorder: ExpertRecorder | None = None) -> None:
+        """The layer's slots hold these experts [P] from now on."""
+        self._table[layer] = table
+        self._choice.update_layer(layer, self._table[layer])
+        if recorder is not None:
+            recorder.update_layer(layer, torch.from_numpy(self._table[layer]))

@@ -1,0 +1,171 @@
+"""Experts on the way from slot to slot while steps go on: into spare memory first, into place between two steps.
+
+A *transfer* is one chunk of `placement.moves`: each rank sends and receives at most as many experts as it has spare
+slots. `begin` starts all copies and returns; nothing that a step reads is written. `finish` waits for what is still
+under way and writes the spare slots to their places. Both are called by all ranks between the same two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertWeights, MovableExperts
+from moe_engine.parallel.collectives import PeerLost
+from moe_engine.parallel.placement.moves import Chunk
+from moe_engine.parallel.topology import RankLists
+
+
+class SlotMemory:
+    """The memory of this rank's experts, by layer and slot, and spare memory of the same shapes.
+
+    Args:
+        weights: of every layer whose experts move.
+        num_spare: experts that can be under way at once.
+    """
+
+    def __init__(self, kernel: MovableExperts, weights: Mapping[int, ExpertWeights], num_spare: int) -> None:
+        self._kernel = kernel
+        self._weights = weights
+        like = kernel.expert_memory(next(iter(weights.values())), 0)
+        self._spare = [[torch.empty_like(part) for part in like] for _ in range(num_spare)]
+        self.num_bytes = num_spare * self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(part.nbytes for part in self._kernel.expert_memory(next(iter(self._weights.values())), 0))
+
+    def slot(self, layer: int, slot: int) -> Sequence[Tensor]:
+        return self._kernel.expert_memory(self._weights[layer], slot)
+
+    def take_spare(self) -> list[Tensor]:
+        return self._spare.pop()
+
+    def give_back(self, spare: list[Tensor]) -> None:
+        self._spare.append(spare)
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class PeerLink:
+    """Messages between single ranks of a group, beside the collectives of the steps. Made by all ranks alike.
+
+    Args:
+        groups: all groups of the kind; this rank's is used.
+        timeout_s: after which a message raises `PeerLost`.
+        device: where the tensors live that travel.
+        backend: None takes the default group's.
+    """
+
+    def __init__(
+        self,
+        groups: RankLists,
+        rank: int,
+        timeout_s: float,
+        device: torch.device | str = "cpu",
+        backend: str | None = None,
+    ) -> None:
+        made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend) for ranks in groups]
+        self._group, members = next(found for found in zip(made, groups) if rank in found[1])
+        self._connect(len(members), members.index(rank), device)
+
+    def _connect(self, size: int, own: int, device: torch.device | str) -> None:
+        """A byte to and from each other rank: connections are made at the first message, which no step should wait
+        for."""
+        peers = [peer for peer in range(size) if peer != own]
+        sent, received = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind(0)
+        works = self.start(
+            [(peer, sent[peer : peer + 1]) for peer in peers], [(peer, received[peer : peer + 1]) for peer in peers]
+        )
+        self.wait(works)
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Sequence[Work]:
+        """Starts messages to and from ranks of the group; both ends list those between them in the same order."""
+        sending = [dist.P2POp(dist.isend, part, group=self._group, group_peer=peer) for peer, part in sends]
+        receiving = [dist.P2POp(dist.irecv, part, group=self._group, group_peer=peer) for peer, part in receives]
+        try:
+            return dist.batch_isend_irecv(sending + receiving) if sending or receiving else ()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    @staticmethod
+    def wait(works: Sequence[Work]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> PeerLost:
+    return PeerLost(f"moving experts between ranks failed: {str(error).strip().splitlines()[0]}")
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    layer: int
+    slot: int
+    spare: list[Tensor]
+
+
+class ExpertTransfer:
+    """The way of experts between the slots of G ranks.
+
+    Args:
+        memory: this rank's.
+        link: of the G ranks, in the order of their experts.
+        rank: this rank's place among them.
+        slots_per_rank: P / G.
+    """
+
+    def __init__(self, memory: SlotMemory, link: PeerLink, rank: int, slots_per_rank: int) -> None:
+        self._memory = memory
+        self._link = link
+        self._rank = rank
+        self._per_rank = slots_per_rank
+        self._works: Sequence[Any] = ()
+        self._arrivals: list[_Arrival] = []
+
+    def begin(self, chunks: Sequence[Chunk]) -> int:
+        """Starts the copies of chunks of different layers. Returns how many experts come to this rank from others."""
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
+        received = 0
+        for chunk in chunks:
+            for copy in chunk.copies:
+                assert copy.source is not None
+                (sender, from_slot), (receiver, to_slot) = (divmod(s, self._per_rank) for s in (copy.source, copy.dest))
+                if receiver == self._rank:
+                    spare = self._memory.take_spare()
+                    self._arrivals.append(_Arrival(chunk.layer, to_slot, spare))
+                    if sender == self._rank:
+                        _copy(self._memory.slot(chunk.layer, from_slot), spare)
+                        continue
+                    receives += [(sender, part) for part in spare]
+                    received += 1
+                elif sender == self._rank:
+                    sends += [(receiver, part) for part in self._memory.slot(chunk.layer, from_slot)]
+        self._works = self._link.start(sends, receives)
+        return received
+
+    def finish(self) -> None:
+        """Waits for the messages, also for this rank's own, whose slots may now be overwritten; then writes."""
+        self._link.wait(self._works)
+        self._works = ()
+        for arrival in self._arrivals:
+            _copy(arrival.spare, self._memory.slot(arrival.layer, arrival.slot))
+            self._memory.give_back(arrival.spare)
+        self._arrivals = []
+
+
+def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    for part, into in zip(source, target):
+        into.copy_(part)

@@ -1,0 +1,167 @@
+"""The GPU suite and `bench kernels` as far as they go without a GPU: comparison, targets, classes, failing parts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import kernels
+from benchmarks.gpu_suite import cases, parity, picture, profile, targets
+from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, write_model
+from benchmarks.gpu_suite.parts import Part, run_apart
+from benchmarks.gpu_suite.rows import Rows
+from benchmarks.kernel_cases import all_cases, experts_case, linear_case, op_case
+from moe_engine.kernels.device import cpu_device
+from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
+from moe_engine.kernels.linear.shapes import LinearShape
+from moe_engine.kernels.ops.shapes import ModelOps
+from moe_engine.kernels.sampling.protocol import SamplingParameters
+from moe_engine.models.config import load_model_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ModelOps("small", 96, 300, 4, 16, 32, 48, 64, 24, 16, 3)
+
+
+@pytest.fixture(scope="module")
+def small_cases():
+    model = ExpertModel("small", 8, 2, 64, 48, fp8=False)
+    linear = [linear_case(LinearShape("product", 7, 40, 256, fp8)) for fp8 in (False, True)]
+    return [*map(op_case, SMALL.at(5)), *linear, experts_case(ExpertShape(model, 6, 8)), cases.mla_decode(2, 3, 70)]
+
+
+def test_parity_compares_every_row_with_torch(small_cases):
+    rows = Rows(cpu_device(), asked=("torch", "cpu"))
+    if not rows.kernels["ops"].get("cpu"):
+        pytest.skip(rows.refused["ops.cpu"])
+    lines = parity.compare(small_cases, rows, device="cpu")
+    assert {line["kernel"] for line in lines} == {case.name for case in small_cases}
+    assert all(line["ok"] for line in lines), [line for line in lines if not line["ok"]]
+
+
+def test_parity_finds_a_row_that_is_wrong_and_one_that_breaks(small_cases):
+    rows = Rows(cpu_device(), asked=("torch",))
+    good = rows.kernels["ops"]["torch"]
+
+    class Wrong(type(good)):
+        def rms_norm(self, x, weight, eps):
+            return super().rms_norm(x, weight, eps) * 1.02
+
+        def silu_and_mul(self, gate_up):
+            raise RuntimeError("no such kernel")
+
+    rows.kernels["ops"]["other"] = Wrong()
+    lines = parity.compare(small_cases, rows, device="cpu")
+    wrong = {line["kernel"].split(".")[1]: line for line in lines if not line["ok"]}
+    assert set(wrong) == {"rms_norm", "add_rms_norm", "write_latent", "silu_and_mul"}
+    assert wrong["rms_norm"]["error"] == pytest.approx(0.02, rel=0.2)
+    assert wrong["silu_and_mul"]["failed"] == "RuntimeError: no such kernel"
+
+
+def test_difference_sees_integers_and_what_is_not_finite():
+    one = torch.tensor([1, 2, 3, 4])
+    assert parity.difference((one,), (one + torch.tensor([0, 0, 1, 0]),)) == 0.25
+    assert parity.difference((torch.tensor([float("nan")]),), (torch.zeros(1),)) == float("inf")
+
+
+@pytest.mark.parametrize("name", ["mla", "gqa"])
+def test_attention_cases_read_only_pages_of_their_own(name):
+    """The slots of all requests are different, and results do not change when the torch row runs twice."""
+    case = cases.mla_decode(2, 3, 70) if name == "mla" else cases.gqa_decode(4, 2, 16, 3, 70)
+    table = cases.queries(3, 70, "cpu").slot_table
+    assert table.unique().numel() == table.numel()
+    kernel = Rows(cpu_device(), asked=("torch",)).kernels[name]["torch"]
+    torch.manual_seed(3)
+    call = case.prepare(kernel, "cpu")
+    assert torch.equal(call(), call())
+
+
+def test_targets_take_the_worst_of_our_rows_and_the_vendor_by_name():
+    def line(kernel: str, row: str, us: float, rate: float = 0.0) -> dict:
+        return {"kernel": kernel, "row": row, "us": us, "bytes_per_s": rate, "flops_per_s": rate}
+
+    found = [
+        line("deepseek-v3.rms_norm.7168.t4096", "triton", 1, 3.6e12),
+        line("deepseek-v3.add_rms_norm.7168.t4096", "triton", 1, 3.2e12),
+        line("deepseek-v3.add_rms_norm.7168.t4096", "torch", 1, 1e12),
+        line("deepseek-v3.o.m4096", "triton", 10), line("deepseek-v3.o.m4096", "deep_gemm", 9.5),
+        {"kernel": "mla.decode.h128.b128.s2048", "row": "triton", "failed": "out of memory"},
+    ]  # fmt: skip
+    checked = {target["name"]: target for target in targets.check_all(found, 4e12)}
+    norms = checked["norms: share of copy bandwidth"]
+    assert norms["reached"] == pytest.approx(0.8) and not norms["met"]
+    product = checked["FP8 product 4096 x 7168 x 16384: against DeepGEMM"]
+    assert product["reached"] == pytest.approx(0.95) and product["met"]
+    attention = checked["MLA decode, 128 heads: TFLOPS"]
+    assert attention["reached"] is None and not attention["met"]
+
+
+def test_every_target_has_cases():
+    names = [case.name for case in [*cases.timed_cases(), *all_cases()]]
+    for target in targets.TARGETS:
+        assert any(targets.re.search(target.pattern, name) for name in names), target.name
+
+
+def test_classes_of_kernels():
+    sums = profile.by_class(
+        [("rms_norm_kernel", 2.0, 3), ("_grouped_gemm", 9.0, 1), ("nvjet_tst_128x64", 4.0, 1), ("whatever", 1.0, 1)]
+    )
+    assert list(sums) == ["experts", "products", "norms and rotary", "other"]
+    assert sums["norms and rotary"] == {"us": 2.0, "launches": 3}
+
+
+def test_floors_of_a_model(tmp_path, capsys):
+    assert kernels.main(["--model-path", str(write_model(tmp_path / "m", V2_LITE)), "--tokens", "128"]) == 0
+    shown = capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert "deepseekv2.e64.t128" in shown and "deepseekv2.dense_gate_up.m128" in shown
+    lines = {n["kernel"]: n for n in kernels.floors(kernels.cases_of(str(tmp_path / "m"), [128], ""), kernels.H200)}
+    experts = lines["deepseekv2.e64.t128"]
+    assert experts["bytes"] == pytest.approx(64 * 3 * 2048 * 1408 * 2, rel=0.01)  # all experts are hit, bf16
+    assert experts["floor_us"] == pytest.approx(experts["bytes"] / 4.8e12 * 1e6)
+    assert all(line["floor_us"] > 0 and line["bytes"] > 0 for line in lines.values())
+
+
+def test_models_of_the_suite_are_what_they_say(tmp_path):
+    lite, layers = (load_model_config(write_model(tmp_path / n, c)) for n, c in (("a", V2_LITE), ("b", V3_LAYERS)))
+    assert lite.num_layers == 27 and lite.moe.num_experts == 64 and lite.quant is None
+    assert layers.quant.block == (128, 128) and layers.moe.group_score == "top2" and sum(layers.moe_layers) == 4
+
+
+def test_sampling_case_draws_with_the_parameters_it_says():
+    case = next(case for case in map(op_case, SMALL.at(4)) if case.family == "sampling")
+    given: list[SamplingParameters] = []
+
+    class Recorder:
+        def sample(self, logits, parameters, uniform):
+            given.append(parameters)
+
+    case.prepare(Recorder(), "cpu")()
+    assert given[0].top_p.tolist() == pytest.approx([0.95] * 4) and not given[0].asynchronous
+
+
+def test_without_a_gpu_it_says_so_and_parts_fail_alone(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--output", str(tmp_path / "r.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "needs a CUDA device" in done.stderr
+    values = run_apart(Part("parity", 60, lambda folder: {}), 60)
+    assert values["failed"].startswith("exit code 2")
+
+
+def test_picture_of_a_result(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = {
+        "kernels": {
+            "lines": [{"kernel": "a", "row": "triton", "us": 1.0, "of_floor": 0.9}, {"kernel": "b", "row": "x"}]
+        },
+        "profile": {"failed": "no"},
+    }
+    file = picture.draw(json.loads(json.dumps(result)), tmp_path / "p.png")
+    assert file is not None and file.read_bytes()[:4] == b"\x89PNG"
+    assert picture.draw({"kernels": {"failed": "no"}}, tmp_path / "q.png") is None

@@ -1,0 +1,112 @@
+"""Sizes of recorded steps: SGLang's list, the flags that change it, the ledger's row, and where nothing is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moe_engine.config.args import EngineArgs, build_parser
+from moe_engine.config.resolve import ResolvedConfig, resolve
+from moe_engine.config.resolve_graphs import graph_sizes
+from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.models.config import load_model_config
+from moe_engine.types import GraphSettings
+from tests.config.conftest import SMALL, machine
+
+
+@pytest.fixture
+def on_gpu(tmp_path):
+    def make(gb: float = 141, config=SMALL, **flags) -> ResolvedConfig:
+        import json
+
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        total = int(gb * 2**30)
+        gpu = dataclasses.replace(
+            machine(), device="cuda", device_name="a GPU", total_bytes=total, available_bytes=total
+        )
+        args = EngineArgs.from_kwargs(model_path=str(tmp_path), **flags)
+        return resolve(args, load_model_config(tmp_path), gpu, model_path=str(tmp_path))
+
+    return make
+
+
+def test_sglangs_list() -> None:
+    assert sorted(graph_sizes(24, False)) == [1, 2, 4, 8, 12, 16, 24]
+    assert sorted(graph_sizes(30, False))[-2:] == [24, 30]
+    assert sorted(graph_sizes(600, False))[-5:] == [496, 512, 544, 576, 600]
+    assert sorted(graph_sizes(12, True)) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
+    assert sorted(graph_sizes(300, True))[-4:] == [256, 272, 288, 300]
+
+
+@pytest.mark.parametrize(("gb", "largest"), [(16, 8), (24, 48), (40, 32), (80, 256), (141, 256), (180, 512)])
+def test_largest_by_memory(on_gpu, gb: float, largest: int) -> None:
+    config = on_gpu(gb)
+    assert config.graphs.sizes[-1] == largest and config.graphs.sizes[0] == 1
+    assert config.flat()["cuda_graph_max_bs_decode"] == largest
+    assert on_gpu(gb, max_running_requests=6).graphs.sizes == (1, 2, 4, 6)
+
+
+def test_the_ledger_counts_them(on_gpu) -> None:
+    with_graphs, without = on_gpu(), on_gpu(disable_cuda_graph=True)
+    (row,) = (row for row in with_graphs.ledger.rows if row.name == "CUDA graphs")
+    least = 256 * with_graphs.model.vocab_size * 4 + with_graphs.graphs.num_graphs * (1 << 20)
+    assert row.num_bytes > least and f"{with_graphs.graphs.num_graphs} recorded steps" in row.detail
+    assert without.graphs == GraphSettings() and all(row.name != "CUDA graphs" for row in without.ledger.rows)
+    assert without.max_total_num_tokens > with_graphs.max_total_num_tokens
+
+
+def test_flags(on_gpu) -> None:
+    parser = build_parser()
+    args = EngineArgs.from_cli(["--cuda-graph-bs", "8", "1", "3", "--disable-cuda-graph-padding"], parser)
+    assert args.graphs.cuda_graph_bs_decode == "1 3 8" and args.graphs.disable_cuda_graph_padding
+    assert args == EngineArgs.from_kwargs(cuda_graph_bs_decode=[8, 1, 3], disable_cuda_graph_padding=True)
+    assert on_gpu(cuda_graph_bs=[4, 64, 2], max_running_requests=10).graphs.sizes == (2, 4)
+    exact = on_gpu(cuda_graph_max_bs=40, disable_cuda_graph_padding=True).graphs
+    assert exact.sizes == (*range(1, 33), 40) and not exact.pad
+    for flags in ({"disable_cuda_graph": True}, {"cuda_graph_backend_decode": "disabled"}):
+        assert not on_gpu(**flags).graphs.sizes
+    with pytest.raises(ConfigError, match="--cuda-graph-bs-decode 0 4.*at least 1"):
+        EngineArgs.from_kwargs(cuda_graph_bs_decode="0 4")
+    with pytest.raises(ConfigError, match="--cuda-graph-max-bs-decode 16.*drop one"):
+        on_gpu(cuda_graph_bs_decode="1 8", cuda_graph_max_bs_decode=16)
+    with pytest.raises(NotAvailableYet, match="torch.compile"):
+        EngineArgs.from_kwargs(enable_torch_compile=True)
+
+
+def test_steps_that_verify_drafts(on_gpu) -> None:
+    ngram = {"speculative_algorithm": "NGRAM", "max_running_requests": 8}
+    assert on_gpu(speculative_num_steps=3, **ngram).graphs == GraphSettings(tuple(range(1, 9)), (1, 4))
+    auto = on_gpu(speculative_num_steps="auto", **ngram)
+    assert auto.speculation is not None and auto.graphs.counts == tuple(range(1, auto.speculation.num_steps + 2))
+
+
+def test_a_cpu_records_nothing_and_says_so_only_when_asked(resolved) -> None:
+    assert not resolved().graphs.sizes and not resolved().notes
+    assert resolved(disable_cuda_graph=True).notes == (
+        "--disable-cuda-graph: nothing to do (a CPU has no launches to save)",
+    )
+    assert any("--cuda-graph-max-bs-decode" in note for note in resolved(cuda_graph_max_bs=8).notes)
+
+
+def test_experts_that_are_watched_or_moved(on_gpu) -> None:
+    alone = on_gpu(expert_distribution_recorder_mode="stat")
+    assert alone.graphs.sizes  # only steps that are recorded go without
+    many = on_gpu(expert_distribution_recorder_mode="stat", tp_size=2)
+    assert not many.graphs.sizes and any("no CUDA graphs: recorded experts" in note for note in many.notes)
+
+
+def test_dispatchers_whose_host_waits(on_gpu) -> None:
+    ranks = {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"}
+    assert on_gpu(**ranks).graphs.sizes
+    few = on_gpu(**ranks, max_dispatch_tokens_per_rank=20)
+    assert few.graphs.sizes[-1] == 40  # each rank brings half of a step's tokens
+    config = on_gpu(**ranks, deepep_mode="normal")
+    assert not config.graphs.sizes and any("the host waits for the sizes" in note for note in config.notes)
+
+
+def test_size_for() -> None:
+    padded, exact = GraphSettings((1, 4, 6)), GraphSettings((1, 4, 6), pad=False)
+    assert [padded.size_for(n) for n in (1, 2, 4, 5, 7)] == [1, 4, 4, 6, None]
+    assert [exact.size_for(n) for n in (1, 2, 4, 5, 7)] == [1, None, 4, None, None]
+    assert GraphSettings().size_for(1) is None and padded.up_to(5).sizes == (1, 4)

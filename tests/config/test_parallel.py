@@ -1,0 +1,334 @@
+"""Flags of many ranks: what fits resolves, what does not is refused with the flags and the sizes that would do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.cluster_env import ClusterPlace
+from moe_engine.config.decisions import Record
+from moe_engine.config.parallel import ParallelArgs
+from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan, dispatch_tokens, resolve_parallel
+from moe_engine.engine.rank_worker import fingerprint, rank_group_options
+from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.models.config import ModelConfig, load_model_config
+from tests.config.conftest import SMALL, V3, machine
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 768,
+    "max_position_embeddings": 2048,
+    "vocab_size": 1280,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+EIGHT = {**SMALL, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
+    found = {}
+    for name, config in (("small", SMALL), ("eight", EIGHT), ("llama", LLAMA)):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        found[name] = load_model_config(folder)
+    return found
+
+
+def plan_of(model: ModelConfig, place: ClusterPlace | None = None, device: str = "cpu", **flags: Any) -> ParallelPlan:
+    return resolve_parallel(EngineArgs.from_kwargs(**flags), model, device, place, Record())
+
+
+# -- what resolves
+
+
+def test_one_process_unless_asked(models) -> None:
+    assert plan_of(models["small"]) == SINGLE_PROCESS
+    assert SINGLE_PROCESS.num_ranks == SINGLE_PROCESS.num_groups == SINGLE_PROCESS.ranks_per_node == 1
+
+
+def test_two_spellings_of_attention_groups(models) -> None:
+    record = Record()
+    old = resolve_parallel(
+        EngineArgs.from_cli(["--tp", "4", "--dp", "2", "--enable-dp-attention"]), models["small"], "cpu", None, record
+    )
+    assert old == plan_of(models["small"], tp=4, attn_dp_size=2)
+    assert old.num_replicas == 1 and old.num_groups == 2 and old.num_ranks == 4
+    assert [decision.reason for decision in record.decisions] == ["--dp-size with --enable-dp-attention"]
+    replicas = plan_of(models["small"], tp=2, dp=3, attn_dp_size=2)
+    assert (replicas.num_replicas, replicas.num_groups, replicas.num_ranks, replicas.ranks_per_node) == (3, 6, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ep_size", "backend"),
+    [
+        ({"tp": 4}, 1, None),
+        ({"tp": 4, "ep": 2}, 2, None),
+        ({"tp": 4, "enable_ep_moe": True}, 4, None),
+        ({"tp": 4, "ep": 4, "enable_ep_moe": True}, 4, None),
+        ({"tp": 4, "moe_a2a_backend": "allgather"}, 4, "allgather"),
+        ({"tp": 4, "moe_a2a_backend": "auto"}, 4, "shared_memory"),
+        ({"tp": 1, "moe_a2a_backend": "all_to_all"}, 1, None),
+    ],
+)
+def test_experts_are_spread_as_the_flags_leave_it(models, flags, ep_size, backend) -> None:
+    plan = plan_of(models["small"], **flags)
+    assert plan.topology.ep_size == ep_size
+    assert (plan.dispatch.row.name if plan.dispatch else None) == backend
+
+
+def test_modes_of_dispatch(models) -> None:
+    travels = {"tp": 2, "moe_a2a_backend": "all_to_all"}
+    auto = plan_of(models["small"], **travels).dispatch
+    assert auto is not None and auto.modes == {"prefill": "normal", "decode": "low_latency"}
+    normal = plan_of(models["small"], **travels, deepep_mode="normal").dispatch
+    assert normal is not None and set(normal.modes.values()) == {"normal"}
+    assert plan_of(models["small"], **travels).dispatch_tokens == 128
+    small = plan_of(models["small"], **travels, max_dispatch_tokens_per_rank=20, attn_dp_size=2)
+    assert [dispatch_tokens(small, decodes) for decodes in (3, 20, 50)] == [3, 20, 20]
+    shared = plan_of(models["small"], **travels)
+    assert dispatch_tokens(shared, 7) == 4  # two ranks share a group's tokens
+    assert plan_of(models["small"], **travels, moe_dispatch_dtype="fp8").dispatch_fp8
+
+
+def test_nodes_from_flags_go_before_the_clusters_word(models) -> None:
+    place = ClusterPlace(2, 1, "node0:20001", 3, "SLURM_* of job 7")
+    plan = plan_of(models["small"], place, tp=4)
+    assert (plan.topology.num_nodes, plan.node_rank, plan.leader_address) == (2, 1, "node0:20001")
+    assert plan.local_rank == 3 and plan.ranks_per_node == 2
+    given = plan_of(models["small"], place, tp=4, nnodes=4, node_rank=2, dist_init_addr="[::1]:5000")
+    assert (given.topology.num_nodes, given.node_rank, given.leader_address) == (4, 2, "[::1]:5000")
+    assert plan_of(models["small"], place, tp=4, dist_init_addr="other:1").leader_address == "other:1"
+    one = plan_of(models["small"], tp=2, dist_init_addr="node0:20000", dist_timeout=60)
+    assert one.leader_address is None and one.start_seconds == 60.0
+
+
+# -- what is refused
+
+REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("small", {"tp": 0}, ["--tp-size 0", "at least one rank"]),
+    ("small", {"tp": 3}, ["4 attention heads", "3 ranks", "--tp-size / --attn-dp-size", "2 or 4 could"]),
+    ("small", {"tp": 16}, ["4 attention heads", "16 ranks", "4 could"]),
+    ("small", {"tp": 4, "attn_dp_size": 3}, ["--attn-dp-size 3", "--tp-size 4", "2 or 4 would"]),
+    ("small", {"tp": 4, "attn_dp_size": 0}, ["--attn-dp-size 0", "--tp-size 4", "1 would"]),
+    ("small", {"tp": 2, "dp": 4, "enable_dp_attention": True}, ["--attn-dp-size 4", "--tp-size 2", "2 would"]),
+    ("small", {"tp": 4, "ep": 3}, ["--ep-size 3", "--tp-size 4", "2 or 4 would"]),
+    ("small", {"ep": 2}, ["--ep-size 2", "--tp-size 1", "1 would"]),
+    ("small", {"tp": 4, "nnodes": 3, "dist_init_addr": "a:1"}, ["--nnodes 3", "--tp-size 4", "2 or 4 would"]),
+    ("small", {"tp": 4, "moe_dense_tp_size": 2}, ["--moe-dense-tp-size 2", "leave the flag out, or 4", "(1)"]),
+    ("small", {"tp": 2, "enable_dp_lm_head": True}, ["--enable-dp-lm-head", "--attn-dp-size above 1"]),
+    ("small", {"tp": 4, "ep": 2, "moe_a2a_backend": "all_to_all"},
+     ["--moe-a2a-backend all_to_all", "--ep-size must be --tp-size 4, not 2", "--moe-a2a-backend none"]),
+    ("small", {"tp": 4, "ep": 2, "enable_ep_moe": True}, ["--enable-ep-moe", "--tp-size", "--ep-size says 2"]),
+    ("small", {"tp": 4, "dp": 2, "attn_dp_size": 4, "enable_dp_attention": True},
+     ["--enable-dp-attention", "--dp-size 2", "--attn-dp-size says 4"]),
+    ("small", {"tp": 2, "enable_deepep_moe": True, "moe_a2a_backend": "allgather"},
+     ["--enable-deepep-moe", "--moe-a2a-backend allgather", "drop one"]),
+    ("small", {"tp": 2, "moe_a2a_backend": "deepep"}, ["--moe-a2a-backend deepep", "the device is cpu"]),
+    ("small", {"tp": 2, "enable_deepep_moe": True}, ["--moe-a2a-backend deepep", "the device is cpu"]),
+    ("small", {"tp": 2, "moe_a2a_backend": "two_hop"}, ["--moe-a2a-backend two_hop", "one node"]),
+    ("llama", {"tp": 2, "moe_a2a_backend": "allgather"}, ["--moe-a2a-backend allgather", "LlamaForCausalLM"]),
+    ("small", {"tp": 4, "nnodes": 2}, ["--nnodes 2", "--dist-init-addr HOST:PORT"]),
+    ("small", {"tp": 4, "nnodes": 2, "node_rank": 2, "dist_init_addr": "a:1"}, ["--node-rank 2", "--nnodes 2", "0 to"]),
+    ("small", {"node_rank": 1}, ["--node-rank 1", "--nnodes 1"]),
+    ("small", {"tp": 2, "dist_init_addr": "node0"}, ["--dist-init-addr node0", "HOST:PORT"]),
+    ("small", {"tp": 2, "dist_init_addr": "node0:99999"}, ["--dist-init-addr node0:99999", "HOST:PORT"]),
+    ("small", {"tp": 2, "dp": 2, "nnodes": 2, "dist_init_addr": "a:1"},
+     ["--dp-size 2", "--nnodes 2", "--enable-dp-attention"]),
+    ("small", {"tp": 2, "enable_two_batch_overlap": True}, ["--enable-two-batch-overlap", "add --moe-a2a-backend"]),
+    ("small", {"tp": 2, "enable_single_batch_overlap": True}, ["--enable-single-batch-overlap", "--moe-a2a-backend"]),
+    ("small", {"tbo_token_distribution_threshold": 0.7}, ["--tbo-token-distribution-threshold 0.7", "0 and 0.5"]),
+    ("small", {"tp": 2, "moe_dispatch_dtype": "fp8"}, ["--moe-dispatch-dtype fp8", "--moe-a2a-backend"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "flags", "words"), REFUSALS, ids=[str(flags) for _, flags, _ in REFUSALS])
+def test_refusals_name_the_flags_and_what_would_do(models, model, flags, words) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        plan_of(models[model], **flags)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "words"),
+    [
+        ({"n_routed_experts": 12}, {"tp": 8, "ep": 8}, ["12 experts", "8 ranks", "--ep-size", "6 or 12 could"]),
+        ({"moe_intermediate_size": 130}, {"tp": 4}, ["experts of width 130", "4 ranks", "2 or 5 could", "--ep-size"]),
+        ({"intermediate_size": 514}, {"tp": 4}, ["dense layers of width 514", "2 or 257", "--moe-dense-tp-size 1"]),
+        ({"hidden_size": 200}, {"tp": 2, "moe_a2a_backend": "all_to_all", "moe_dispatch_dtype": "fp8"},
+         ["--moe-dispatch-dtype fp8", "128 channels", "hidden size 200"]),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_cut_is_refused(model_dir, changes, flags, words) -> None:
+    model = load_model_config(model_dir(EIGHT, **changes))
+    with pytest.raises(ConfigError) as refusal:
+        plan_of(model, **flags)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+def test_redundant_experts_fill_up(model_dir) -> None:
+    model = load_model_config(model_dir(EIGHT, n_routed_experts=12))
+    assert plan_of(model, tp=8, ep=8, ep_num_redundant_experts=4).topology.ep_size == 8
+
+
+def test_kv_heads_are_shared_or_repeated(model_dir) -> None:
+    shared = {**LLAMA, "num_attention_heads": 12, "hidden_size": 384}
+    six = load_model_config(model_dir({**shared, "num_key_value_heads": 6}))
+    assert plan_of(six, tp=3).num_ranks == 3 and plan_of(six, tp=12).num_ranks == 12
+    with pytest.raises(ConfigError, match=r"6 KV heads .* by 4 ranks .* nor repeated .*; 3 or 6 could"):
+        plan_of(six, tp=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dp_size", 0), ("dp_size", -1), ("gpu_id_step", 0), ("base_gpu_id", -1), ("dist_timeout", 0),
+     ("max_dispatch_tokens_per_rank", 0)],
+)  # fmt: skip
+def test_values_out_of_range(resolved, name, value) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}: must be at least"):
+        resolved(**{name: value})
+
+
+def test_other_dispatchers_come_later() -> None:
+    with pytest.raises(NotAvailableYet, match="--moe-a2a-backend mooncake: not available yet"):
+        EngineArgs.from_kwargs(moe_a2a_backend="mooncake")
+    assert EngineArgs.from_kwargs(load_balance_method="shortest_queue").parallel.load_balance_method == "total_requests"
+    assert EngineArgs.from_kwargs().parallel == ParallelArgs()
+
+
+# -- any sizes
+
+
+def fits(tp: int, attn_dp: int, ep: int, dense: int | None, backend: str, lm_head: bool) -> bool:
+    """By hand, for 8 heads, 16 experts, and widths that are powers of two."""
+    if tp % attn_dp or tp % ep or 8 % (tp // attn_dp) or 16 % ep or 128 % (tp // ep):
+        return False
+    if dense not in (None, 1, tp) or (dense != 1 and 512 % tp):
+        return False
+    travels = backend != "none" and tp > 1
+    if ep != tp if travels else 128 % tp:  # shared experts are cut by width unless tokens travel
+        return False
+    return not lm_head or attn_dp > 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tp=st.integers(1, 8),
+    attn_dp=st.integers(1, 8),
+    ep=st.integers(1, 8),
+    dense=st.sampled_from([None, 1, 2, 8]),
+    backend=st.sampled_from(["none", "allgather", "all_to_all"]),
+    lm_head=st.booleans(),
+    replicas=st.integers(1, 3),
+)
+def test_all_that_fits_resolves_and_nothing_else(models, tp, attn_dp, ep, dense, backend, lm_head, replicas) -> None:
+    flags = {
+        "tp": tp, "attn_dp_size": attn_dp, "ep": ep, "moe_dense_tp_size": dense, "moe_a2a_backend": backend,
+        "enable_dp_lm_head": lm_head, "dp": replicas,
+    }  # fmt: skip
+    flags = {name: value for name, value in flags.items() if value is not None}
+    if not fits(tp, attn_dp, ep, dense, backend, lm_head):
+        with pytest.raises(ConfigError, match="--"):
+            plan_of(models["eight"], **flags)
+        return
+    plan = plan_of(models["eight"], **flags)
+    topology = plan.topology
+    assert (topology.tp_size, topology.attn_dp_size, topology.ep_size) == (tp, attn_dp, ep)
+    assert topology.attn_tp_size * attn_dp == topology.moe_tp_size * ep == tp
+    assert plan.num_ranks == tp * replicas and plan.num_groups == attn_dp * replicas
+    assert (plan.dispatch is not None) == (backend != "none" and tp > 1)
+
+
+# -- sizes per rank
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tp": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "ep": 4}, {"tp": 4, "attn_dp_size": 2}, {"tp": 4, "attn_dp_size": 4},
+        {"tp": 4, "attn_dp_size": 4, "enable_dp_lm_head": True, "moe_dense_tp_size": 1},
+        {"tp": 4, "moe_a2a_backend": "all_to_all"},
+    ],
+)  # fmt: skip
+def test_weights_of_all_ranks_hold_the_model_and_more_where_they_repeat(resolved, flags) -> None:
+    weights = lambda **flags: resolved(**flags).ledger.weight_bytes  # noqa: E731
+    assert weights() / flags["tp"] <= weights(**flags) < weights()
+    if "attn_dp_size" in flags:  # attention stands in every group
+        assert weights(**flags) > weights(tp=flags["tp"])
+
+
+def test_kv_of_a_rank(resolved) -> None:
+    """MLA's latent stands on every rank of a group; KV heads are shared, and repeated where ranks are more."""
+    per_token = lambda config, **flags: resolved(config, **flags).ledger.bytes_per_token  # noqa: E731
+    assert per_token(SMALL) == per_token(SMALL, tp=4) == per_token(SMALL, tp=4, attn_dp_size=2)
+    alone = per_token(LLAMA)
+    assert per_token(LLAMA, tp=2) == per_token(LLAMA, tp=8) == alone // 2
+    assert per_token(LLAMA, tp=4, attn_dp_size=2) == alone // 2 and per_token(LLAMA, tp=4, attn_dp_size=4) == alone
+
+
+def test_a_hosts_memory_and_cores_are_shared_and_gpus_are_not(resolved) -> None:
+    alone, four = resolved(on=machine(40, 48)), resolved(on=machine(40, 48), tp=2, dp=2)
+    assert four.machine == alone.machine and four.cpu_threads == 1 and alone.cpu_threads == 4
+    assert four.ledger.limit_bytes == alone.ledger.limit_bytes // 4
+    gpu = machine(100, 141, "cuda")
+    assert resolved(on=gpu, tp=4).ledger.limit_bytes == resolved(on=gpu).ledger.limit_bytes
+    with pytest.raises(ConfigError, match="shared by 4 ranks"):
+        resolved(V3, on=machine(500, 512), tp=4)
+
+
+def test_attention_groups_share_a_chunk_and_are_bold(resolved) -> None:
+    config = resolved(tp=4, attn_dp_size=4, chunked_prefill_size=100, page_size=4)
+    assert config.chunked_prefill_size == 24 and config.schedule_conservativeness == pytest.approx(0.3)
+    assert resolved(tp=4, attn_dp_size=4, chunked_prefill_size=4, page_size=4).chunked_prefill_size == 4
+    assert resolved(tp=4, attn_dp_size=4, chunked_prefill_size=-1).chunked_prefill_size == -1
+    assert resolved(tp=4).schedule_conservativeness == 1.0
+
+
+def test_dispatch_buffers_are_counted(resolved) -> None:
+    def buffers(**flags: Any) -> int:
+        return sum(row.num_bytes for row in resolved(tp=4, **flags).ledger.rows if row.name == "dispatch buffers")
+
+    travels = {"moe_a2a_backend": "all_to_all"}
+    assert not buffers() and 0 < buffers(**travels, max_dispatch_tokens_per_rank=2) < buffers(**travels)
+    assert buffers(**travels, deepep_mode="normal") < buffers(**travels, max_dispatch_tokens_per_rank=2)
+
+
+# -- from a plan to ranks
+
+
+def test_ranks_of_a_plan(resolved) -> None:
+    assert rank_group_options(resolved()) is None
+    options = rank_group_options(resolved(tp=4, attn_dp_size=2))
+    assert options is not None and options.size == 4 and options.group_size == 2
+    assert [place.name for place in options.places] == ["DP0 TP0", "DP0 TP1", "DP1 TP2", "DP1 TP3"]
+    assert [place.leads for place in options.places] == [True, False, True, False]
+    assert [options.leader_of(group) for group in (0, 1)] == [0, 2]
+    config = resolved(tp=2, dp=2, gpu_id_step=2, base_gpu_id=1, on=machine(100, 141, "cuda"))
+    replicas = [rank_group_options(config, replica) for replica in (0, 1)]
+    names = [[(place.name, place.device) for place in options.places] for options in replicas if options is not None]
+    assert names[0] == [("DP0 TP0", "cuda:1"), ("DP0 TP1", "cuda:3")]
+    assert names[1] == [("DP1 TP0", "cuda:5"), ("DP1 TP1", "cuda:7")]
+    single = rank_group_options(resolved(dp=2), 1)
+    assert single is not None and [place.name for place in single.places] == ["DP1"]
+
+
+def test_nodes_started_with_other_flags_are_told_apart(resolved) -> None:
+    prints = [
+        fingerprint(resolved(**flags))
+        for flags in ({"tp": 4}, {"tp": 4, "ep": 2}, {"tp": 4, "page_size": 2}, {"tp": 4, "dtype": "float32"},
+                      {"tp": 4, "attn_dp_size": 2}, {"tp": 4, "moe_a2a_backend": "all_to_all"})
+    ]  # fmt: skip
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(resolved(tp=4)) == fingerprint(resolved(tp=4, port=1, log_level="debug"))

@@ -1,0 +1,95 @@
+"""The whole engine over an FP8 KV cache: the embedded model still answers, rows are smaller, invariance holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import transformers
+
+from moe_engine.models.demo import CHECKPOINT_DIR
+from tests.engine.harness import InProcessEngine, Scripted
+from tests.models.checkpoints import make_checkpoint
+
+FORMATS = ("fp8_e4m3", "fp8_e5m2")
+NEXTN = {
+    "speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 2,
+    "speculative_num_draft_tokens": 5,
+}  # fmt: skip
+"""A tree: its accepted tokens move to other slots."""
+
+CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome"}
+
+
+@pytest.mark.parametrize(("kv_dtype", "kernels"), [("fp8_e4m3", "cpu"), ("fp8_e5m2", "cpu"), ("fp8_e4m3", "torch")])
+def test_capitals(kv_dtype: str, kernels: str, tmp_path: Path) -> None:
+    engine = InProcessEngine(
+        CHECKPOINT_DIR, tmp_path / "board", kv_cache_dtype=kv_dtype, max_total_tokens=4096, attention_backend=kernels
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
+    script = [
+        Scripted(f"{country}-", tokenizer.encode(f"What is the capital of {country}?"), max_new_tokens=12)
+        for country in CAPITALS
+    ]
+    try:
+        answers = engine.run(script)
+    finally:
+        engine.close()
+    for country, capital in CAPITALS.items():
+        text = tokenizer.decode(answers[f"{country}-"].token_ids)
+        assert capital in text, text
+
+
+@pytest.fixture(params=["deepseek_v3", "qwen3"], scope="module")
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield make_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model", seed=random.randrange(2**31))
+
+
+def _script(rng: random.Random) -> list[Scripted]:
+    shared = [rng.randrange(250) for _ in range(40)]
+    return [
+        Scripted(
+            rid=f"r{i}-",
+            prompt_ids=shared[: rng.choice([0, 16, 40])] + [rng.randrange(250) for _ in range(rng.choice([1, 9, 90]))],
+            max_new_tokens=24,
+            arrives=rng.randrange(20),
+            sampling={"temperature": 0.0, "ignore_eos": True},
+            logprob=True,
+        )
+        for i in range(10)
+    ]
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_answers_do_not_depend_on_how_steps_are_cut_or_on_drafts(
+    checkpoint: Path, tmp_path: Path, kv_dtype: str
+) -> None:
+    """Bit for bit, in float32 with one form of attention: another last bit before a row is rounded to eight bits may be
+    another eighth bit after it."""
+    seed = random.randrange(2**31)
+    script = _script(random.Random(seed))
+    flags = {
+        "dtype": "float32", "kv_cache_dtype": kv_dtype, "max_total_tokens": 512, "max_running_requests": 8,
+        "chunked_prefill_size": 64, "enable_deterministic_inference": True,
+    }  # fmt: skip
+    engine = InProcessEngine(checkpoint, tmp_path / "board", **flags)
+    try:
+        together = engine.run(script)
+        apart = engine.run(script, chunked_prefill_size=17, max_rows=2, disable_radix_cache=True)
+        assert engine.worker.info.kv_bytes == engine.config.ledger.bytes_per_token * 513
+    finally:
+        engine.close()
+    assert any(answer.cached_tokens for answer in together.values())
+    drafts = NEXTN if engine.config.model.num_nextn_predict_layers else {"speculative_algorithm": "NGRAM"}
+    engine = InProcessEngine(checkpoint, tmp_path / "board2", **flags, **drafts)
+    try:
+        drafted = engine.run(script)
+    finally:
+        engine.close()
+    for item in script:
+        want = apart[item.rid]
+        assert together[item.rid].token_ids == want.token_ids, f"seed {seed} {item.rid}"
+        assert together[item.rid].logprobs == want.logprobs, f"seed {seed} {item.rid}"
+        assert drafted[item.rid].token_ids == want.token_ids, f"seed {seed} {item.rid} with drafts"

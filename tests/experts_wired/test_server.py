@@ -1,0 +1,127 @@
+"""The endpoints: SGLang's answers, who may call them, and what they say where nothing can be recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_engine.engine.expert_calls import OFF
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import get, post
+
+SAYS = {
+    "start": "Start recording expert distribution.\n",
+    "stop": "Stop recording expert distribution.\n",
+    "dump": "Dump expert distribution record.\n",
+}
+VIEW = {
+    "layers": 2,
+    "experts": 2,
+    "counts": [[0, 0], [3, 1]],
+    "balancedness": {"current": 0.5},
+    "recording": True,
+    "pass": 4,
+}
+OTHER = {**VIEW, "counts": [[0, 0], [1, 1]], "pass": 5, "balancedness": {}}
+
+
+class RecordingClient(FakeClient):
+    """Two schedulers that answer calls about experts as they are told to."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__()
+        self.answers: dict[str, list[Any]] = {
+            "expert_start": [{}, {}],
+            "expert_stop": [{}, {}],
+            "expert_dump": [{"paths": ["/there/a.pt"]}, {"paths": []}],
+            "expert_snapshot": [{"view": VIEW}, {"view": OTHER}],
+            **answers,
+        }
+        self.called: list[str] = []
+
+    def healths(self) -> list[Any]:
+        return [self.board, self.board]
+
+    async def call(self, method: str, **args: Any) -> Any:
+        self.called.append(method)
+        return self.answers.get(method, [self.state])
+
+
+@pytest.mark.parametrize("verb", SAYS)
+def test_sglangs_answers(verb: str) -> None:
+    client = RecordingClient()
+    path = f"/{verb}_expert_distribution_record"
+    for response in (post(client, path, b""), get(client, path), post(client, path, {"path": "/etc/passwd"})):
+        assert (response.status_code, response.text) == (200, SAYS[verb])
+        assert response.headers["content-type"].startswith("text/plain")
+    assert client.called == [f"expert_{verb}"] * 3
+
+
+@pytest.mark.parametrize("verb", SAYS)
+def test_where_nothing_can_be_recorded(verb: str) -> None:
+    client = RecordingClient(**{f"expert_{verb}": [OFF]})
+    response = post(client, f"/{verb}_expert_distribution_record", b"")
+    assert response.status_code == 400
+    assert "--expert-distribution-recorder-mode stat" in response.json()["error"]["message"]
+
+
+def test_a_dump_that_cannot_be_written_is_the_servers_trouble() -> None:
+    client = RecordingClient(expert_dump=[{"error": "/there/x.pt: cannot be written (No space left on device)"}])
+    response = post(client, "/dump_expert_distribution_record", b"")
+    assert response.status_code == 500 and "No space left" in response.json()["error"]["message"]
+
+
+def test_the_live_page_and_its_data() -> None:
+    client = RecordingClient()
+    page = get(client, "/experts")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"] and "experts/data" in page.text
+    data = get(client, "/experts/data").json()
+    assert data == {**VIEW, "counts": [[0, 0], [4, 2]], "pass": 5}
+    off = get(RecordingClient(expert_snapshot=[{"view": None}]), "/experts/data").json()
+    assert off["layers"] == 0 and off["counts"] == [] and off["recording"] is False
+
+
+def test_keys() -> None:
+    """The page is free and asks for the key; its data wants it, and who records wants the admin's."""
+    client = RecordingClient()
+
+    def ask(path: str, key: str | None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        return get(client, path, headers=headers, api_key="k", admin_api_key="a")
+
+    assert ask("/experts", None).status_code == 200
+    assert ask("/experts/data", None).status_code == 401
+    assert ask("/experts/data", "k").status_code == 200
+    for verb in SAYS:
+        path = f"/{verb}_expert_distribution_record"
+        assert ask(path, "k").status_code == 401 and ask(path, "a").status_code == 200
+
+
+def test_metrics() -> None:
+    client = RecordingClient()
+    stats = {"rebalances": 2, "experts_received": 30, "pause_seconds": 0.25, "longest_pause": 0.01, "pause_share": 0.03}
+    client.state = {"balancedness": {"current": 0.9, "10": 0.8}, "eplb": {**stats, "after": 0.97, "before": 0.5}}
+    page = get(client, "/metrics", enable_metrics=True).text
+    found = {
+        line.split("{")[0].removeprefix("sglang:eplb_"): float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith("sglang:eplb_") and "window" not in line
+    }
+    assert found == {
+        "rebalances": 2,
+        "experts_received": 30,
+        "pause_seconds": 0.25,
+        "longest_pause_seconds": 0.01,
+        "pause_share": 0.03,
+        "planned_balancedness": 0.97,
+    }
+    windows = {
+        line.split('window="')[1].split('"')[0]: float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith("sglang:eplb_balancedness{")
+    }
+    assert windows == {"current": 0.9, "10": 0.8}
+    assert "eplb" not in get(RecordingClient(), "/metrics", enable_metrics=True).text

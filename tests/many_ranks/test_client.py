@@ -1,0 +1,238 @@
+"""The front end's client over several schedulers: who gets what, and what is left when a replica dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from moe_engine.engine import messages
+from moe_engine.engine.client import CoreClient
+from moe_engine.engine.messages import AddRequest, RequestDelta
+from moe_engine.engine.status_board import StatusBoard
+from moe_engine.errors import EngineDeadError, InputError
+from tests.server.fake_engine import INFO
+
+
+class FakeCore:
+    """A core of `groups` schedulers that the test plays: it reads what they were sent and says what they answer."""
+
+    def __init__(self, folder: Path, name: str, groups: int) -> None:
+        self.name = name
+        self.from_core: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self.from_core.bind(f"ipc://{folder}/{name}-from")
+        self.to_core_addresses = [f"ipc://{folder}/{name}-{group}" for group in range(groups)]
+        self.boards = [StatusBoard(folder / f"{name}-board-{group}", create=True) for group in range(groups)]
+        self.dead: str | None = None
+        self.said = ""
+        self.stopped: float | None = None
+        self._inboxes = [zmq.Context.instance().socket(zmq.PULL) for _ in range(groups)]
+        for inbox, address in zip(self._inboxes, self.to_core_addresses):
+            inbox.bind(address)
+        self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._outbox.connect(f"ipc://{folder}/{name}-from")
+
+    # -- what the client uses
+
+    def on_death(self, listener: Callable[[str], None], loop: Any) -> None:
+        self._listener = listener
+
+    def note_failure(self, message: str) -> None:
+        self.said = message
+
+    def kill(self, reason: str) -> None:
+        self.die(f"{self.name} was killed: {reason}")
+
+    def expect_exit(self) -> None: ...
+
+    def stop(self, grace: float) -> None:
+        self.stopped = grace
+
+    # -- what the test does
+
+    async def got(self, group: int) -> messages.ToCore:
+        while not self._inboxes[group].poll(0):
+            await asyncio.sleep(0.002)
+        return messages.decode_to_core(self._inboxes[group].recv())
+
+    def nothing_for(self, group: int) -> bool:
+        return not self._inboxes[group].poll(20)
+
+    def send(self, message: messages.Message) -> None:
+        self._outbox.send(messages.encode(message))
+
+    def bring(self, rid: str, tokens: list[int], *, end: bool = False) -> None:
+        finish = {"type": "length", "length": len(tokens)} if end else None
+        self.send(messages.StepOutput(deltas=[RequestDelta(rid, tokens, finish)]))
+
+    def die(self, cause: str) -> None:
+        self.dead = cause
+        self._listener(cause)
+
+    def close(self) -> None:
+        for socket in (self.from_core, self._outbox, *self._inboxes):
+            socket.close(0)
+
+
+@asynccontextmanager
+async def client_of(
+    folder: Path, *groups: int, method: str = "auto"
+) -> AsyncIterator[tuple[CoreClient, list[FakeCore]]]:
+    cores = [FakeCore(folder, f"core{i}", count) for i, count in enumerate(groups)]
+    client = CoreClient(cores, INFO, method)  # type: ignore[arg-type]
+    try:
+        async with asyncio.timeout(10):
+            yield client, cores
+    finally:
+        await client.shutdown(drain=False)
+        for core in cores:
+            core.close()
+
+
+def request(rid: str, length: int = 3, lane: int | None = None) -> AddRequest:
+    return AddRequest(rid, list(range(length)), {}, 8, routed_dp_rank=lane)
+
+
+def ask(client: CoreClient, *args: Any, **options: Any) -> asyncio.Task[list[int]]:
+    async def tokens() -> list[int]:
+        return [t async for delta in client.stream(request(*args, **options)) for t in delta.token_ids]
+
+    return asyncio.create_task(tokens())
+
+
+def test_requests_go_to_the_least_loaded_and_answers_come_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+            long = ask(client, "long", 100)
+            assert (await first.got(0)).rid == "long"
+            short = [ask(client, f"short{i}", 10) for i in range(4)]
+            assert [(await first.got(1)).rid, (await second.got(0)).rid] == ["short0", "short1"]
+            assert [(await first.got(1)).rid, (await second.got(0)).rid] == ["short2", "short3"]
+            assert first.nothing_for(0)
+            first.bring("long", [7] * 5)
+            for i in range(4):
+                (second if i % 2 else first).bring(f"short{i}", [i], end=True)
+            assert await asyncio.gather(*short) == [[0], [1], [2], [3]]
+            first.bring("long", [8], end=True)
+            assert await long == [7] * 5 + [8]
+            await asyncio.sleep(0)
+            assert all(load.num_requests == load.num_tokens == 0 for load in client._router.loads)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_names_its_scheduler_gets_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 2) as (client, (_, second)):
+            task = ask(client, "there", 3, lane=3)
+            assert (await second.got(1)).rid == "there"
+            with pytest.raises(InputError, match=r"routed_dp_rank 4: this server has .*0 to 3"):
+                await ask(client, "nowhere", 3, lane=4)
+            second.bring("there", [1], end=True)
+            await task
+            second.die("core1 was killed by SIGKILL")
+            with pytest.raises(EngineDeadError, match="core1 was killed"):
+                await ask(client, "dead", 3, lane=2)
+
+    asyncio.run(run())
+
+
+def test_a_dead_replica_takes_only_its_own_requests(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1, method="round_robin") as (client, (first, second)):
+            tasks = [ask(client, f"r{i}") for i in range(3)]
+            await asyncio.gather(first.got(0), first.got(1), second.got(0))
+            calls = asyncio.create_task(client.call("internal_state"))
+            second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
+            assert client.cause_of_death() is None
+            first.die("core0 was killed by SIGKILL")
+            for task in tasks[:2]:
+                with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
+                    await task
+            with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
+                await calls  # it was asked too
+            second.bring("r2", [5], end=True)
+            assert await tasks[2] == [5]
+            assert client.cause_of_death() is None and client.health().alive
+            assert [health.alive for health in client.healths()] == [False, False, True]
+            after = ask(client, "after")
+            assert (await second.got(0)).rid == "after"
+            again = asyncio.create_task(client.call("internal_state"))
+            second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
+            assert await again == [{"of": 2}]
+            second.send(messages.CoreFailed("RankLost: TP1"))
+            while not second.said:
+                await asyncio.sleep(0.002)
+            second.die("core1 exited with code 1")
+            with pytest.raises(EngineDeadError, match="core1 exited"):
+                await after
+            cause = "core0 was killed by SIGKILL; core1 exited with code 1"
+            assert client.cause_of_death() == cause and not client.health().alive
+            for attempt in (ask(client, "late"), asyncio.create_task(client.call("flush_cache"))):
+                with pytest.raises(EngineDeadError, match=cause):
+                    await attempt
+
+    asyncio.run(run())
+
+
+def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+            call = asyncio.create_task(client.call("flush_cache", now=True))
+            for core, group, value in ((second, 0, 3), (first, 1, 2), (first, 0, 1)):
+                asked = await core.got(group)
+                assert asked.method == "flush_cache" and asked.args == {"now": True}
+                core.send(messages.Reply(id=asked.id, value=value))
+            assert await call == [1, 2, 3]  # by scheduler, whoever was first
+            client.abort("r", reason="enough")
+            for core, group in ((first, 0), (first, 1), (second, 0)):
+                abort = await core.got(group)
+                assert (abort.rid, abort.prefix, abort.reason) == ("r", True, "enough")
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_aborts_where_its_request_is(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2) as (client, (core,)):
+            tasks = [ask(client, f"r{i}") for i in range(2)]
+            await asyncio.gather(core.got(0), core.got(1))
+            tasks[1].cancel()
+            abort = await core.got(1)
+            assert abort.rid == "r1" and not abort.prefix and core.nothing_for(0)
+            core.bring("r0", [1], end=True)
+            await tasks[0]
+
+    asyncio.run(run())
+
+
+def test_health_is_of_all_together(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+            first.boards[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
+            first.boards[1].write(ready=1, num_running=3, num_used_tokens=5)
+            assert not client.health().ready
+            second.boards[0].write(ready=1, num_waiting=4)
+            health = client.health()
+            assert health.ready and health.alive and health.dead is None
+            assert (health.num_running, health.num_waiting, health.num_used_tokens) == (5, 5, 35)
+
+    asyncio.run(run())
+
+
+def test_only_a_stalled_replica_is_ended(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+            first.boards[0].write(num_running=1)
+            client.stop_stalled(lambda health: "no step for 300 s" if health.num_running else None)
+            assert first.dead == "core0 was killed: no step for 300 s" and second.dead is None
+            await client.shutdown()
+            assert first.stopped is not None and second.stopped is not None
+            assert isinstance(await second.got(0), messages.Shutdown)
+
+    asyncio.run(run())

@@ -1,0 +1,65 @@
+"""Engines of several ranks give the tokens of one rank: a few cases in which every two settings meet.
+
+All forms at 2, 4 and 8 ranks, with more requests: ``python -m benchmarks.parallel_forms``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.many_ranks.forms import FACTORS, Case, Forms, allowed
+from tests.speculation.pairwise import pairwise_cover
+
+PLAIN: dict[str, Any] = {name: values[0] for name, values in FACTORS.items()}
+FEW: dict[str, tuple[Any, ...]] = {
+    **{name: (value,) for name, value in PLAIN.items()},
+    "attention": ("tp", "dp"),
+    "experts": ("cut", "ep", "all_to_all", "shared_memory"),
+    "lm_head": ("all", "group"),
+    "dense": ("cut", "whole"),
+    "chunk": (-1, 16),
+    "mixed": (False, True),
+    "page": (1, 16),
+    "radix": (True, False),
+    "overlap": (True, False),
+    "pool": ("ample", "tiny"),
+}
+MORE: list[dict[str, Any]] = [
+    {"model": "qwen3", "chunk": 16, "pool": "tiny"},
+    {"model": "llama", "attention": "dp", "lm_head": "group", "mixed": True, "chunk": 16},
+    {"replicas": 2, "pool": "tiny"},
+    {"drafts": "nextn", "experts": "ep", "chunk": 16},
+    {"drafts": "ngram", "attention": "dp", "experts": "allgather", "page": 4},
+    {"ranks": 4, "attention": "groups of 2", "experts": "all_to_all", "overlapped": "two", "dense": "whole"},
+    {"ranks": 4, "attention": "groups of 2", "experts": "ep of 2", "model": "qwen3_moe", "replicas": 1, "page": 16},
+]
+CASES: list[Case] = pairwise_cover(FEW, allowed, seed=1) + [{**PLAIN, **case} for case in MORE]
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forms]:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield Forms(tmp_path_factory.mktemp("models"), num_prompts=14, num_tokens=34, seed=seed)
+
+
+def name_of(case: Case) -> str:
+    return " ".join(f"{name}={value}" for name, value in case.items() if value != PLAIN[name]) or "tp"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_tokens_are_those_of_one_rank(forms: Forms, case: Case) -> None:
+    outcome = forms.run(case)
+    assert not outcome.differences
+    assert outcome.problems == []
+    assert outcome.aborted == 2
+    groups = 1 if case["attention"] == "tp" else 2
+    assert outcome.used_schedulers == groups * case["replicas"]
+    assert (outcome.tokens_drafted > 0) == (case["drafts"] != "none")
+    assert outcome.retractions > 0 or case["pool"] != "tiny"

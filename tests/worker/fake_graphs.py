@@ -1,0 +1,59 @@
+"""Recordings without a GPU: replaying runs the recorded call again, over the same static tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moe_engine.kernels.attention.protocol import AttentionBatch
+
+
+class Replay:
+    """Implements `step_graphs.Recording`."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self.count = 0
+
+    def replay(self) -> None:
+        self.count += 1
+        self._run()
+
+
+class FakeGraphs:
+    """Implements `step_graphs.GraphBackend`."""
+
+    def __init__(self) -> None:
+        self.recordings: list[Replay] = []
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        self.recordings.append(Replay(run))
+        return self.recordings[-1]
+
+    @property
+    def num_replays(self) -> int:
+        return sum(recording.count for recording in self.recordings)
+
+
+class NothingToRenew:
+    """The plan of a backend that plans nothing."""
+
+    def __init__(self, batch: AttentionBatch, log: list[tuple[list[int], list[int]]]) -> None:
+        assert batch.decode is not None
+        self._queries, self._log = batch.decode, log
+
+    def renew(self) -> None:
+        """Notes what the host and the device say of the contexts."""
+        self._log.append((list(self._queries.context_lens), self._queries.context_lens_device.tolist()))
+
+
+class ReplayableTorch:
+    """The torch row of attention as a `Replayable`: its plans are nothing, and its layers look at the queries."""
+
+    def __init__(self, backend: Any) -> None:
+        self.name = backend.name
+        self.plan = backend.plan
+        self.renewed: list[tuple[list[int], list[int]]] = []
+
+    def plan_in_place(self, batch: AttentionBatch) -> NothingToRenew:
+        return NothingToRenew(batch, self.renewed)
