@@ -74,7 +74,9 @@ def _why_not(machine: Machine, parallel: ParallelPlan, experts: ExpertSettings) 
     if machine.device != "cuda":
         return NO_LAUNCHES
     if parallel.dispatch is not None and parallel.dispatch.modes["decode"] != "low_latency":
-        return f"decodes in the normal mode of {parallel.dispatch.row.name}: the host waits for the sizes of its messages"
+        return (
+            f"decodes in the normal mode of {parallel.dispatch.row.name}: the host waits for the sizes of its messages"
+        )
     if experts.rebalance is not None:
         return "--enable-eplb looks at every step and moves experts between them"
     if experts.recorder_mode is not None and parallel.topology.tp_size > 1:

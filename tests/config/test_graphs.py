@@ -66,11 +66,11 @@ def test_flags(on_gpu) -> None:
     assert exact.sizes == (*range(1, 33), 40) and not exact.pad
     for flags in ({"disable_cuda_graph": True}, {"cuda_graph_backend_decode": "disabled"}):
         assert not on_gpu(**flags).graphs.sizes
-    with pytest.raises(ConfigError, match="--cuda-graph-bs-decode 0 4.*at least 1"):
+    with pytest.raises(ConfigError, match=r"--cuda-graph-bs-decode 0 4.*at least 1"):
         EngineArgs.from_kwargs(cuda_graph_bs_decode="0 4")
-    with pytest.raises(ConfigError, match="--cuda-graph-max-bs-decode 16.*drop one"):
+    with pytest.raises(ConfigError, match=r"--cuda-graph-max-bs-decode 16.*drop one"):
         on_gpu(cuda_graph_bs_decode="1 8", cuda_graph_max_bs_decode=16)
-    with pytest.raises(NotAvailableYet, match="torch.compile"):
+    with pytest.raises(NotAvailableYet, match=r"torch\.compile"):
         EngineArgs.from_kwargs(enable_torch_compile=True)
 
 

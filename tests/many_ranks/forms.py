@@ -37,7 +37,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "overlap": (True, False),
     "pool": ("ample", "tiny"),
 }
-HEADS = {"num_attention_heads": 8}
+HEADS: dict[str, Any] = {"num_attention_heads": 8}
 LOGPROB_TOLERANCE = 1e-4
 ORDINARY = 250  # token ids from here on are special
 LONGEST_PROMPT, RUNNING = 32, 16
@@ -141,7 +141,8 @@ class Forms:
 
     def __init__(self, folder: Path, num_prompts: int, num_tokens: int, seed: int) -> None:
         self._folder, self._num_prompts, self._num_tokens, self._seed = folder, num_prompts, num_tokens, seed
-        self._tiny_pool = -(-(num_tokens + LONGEST_PROMPT + 24) // 16) * 16
+        a_request = num_tokens + LONGEST_PROMPT + 24  # the longest, and a little
+        self._tiny_pool = -(-max(1, num_prompts // 16) * a_request // 16) * 16
         self._expected: dict[str, dict[str, Answer]] = {}
         self._requests = make_requests(num_prompts, num_tokens, seed)
 
@@ -217,8 +218,8 @@ async def serve(engine: Engine, requests: list[Wanted]) -> dict[str, Answer]:
 
 
 async def _serve_one(engine: Engine, want: Wanted) -> Answer:
-    fields = {"rid": want.rid, "return_logprob": True, "logprob_start_len": 0 if want.prompt_logprobs else -1}
-    request = {"input_ids": want.prompt, "sampling_params": want.sampling, **fields}
+    request: dict[str, Any] = {"rid": want.rid, "input_ids": want.prompt, "sampling_params": want.sampling}
+    request |= {"return_logprob": True, "logprob_start_len": 0 if want.prompt_logprobs else -1}
     if want.aborted_after is None:
         return _answer(await engine.async_generate(**request))
     last: Any = None

@@ -23,7 +23,7 @@ GROUPS = ("--tp", "2", "--attn-dp-size", "2")
 REPLICAS = ("--dp", "2", "--watchdog-timeout", "2")
 NAMING_SECONDS = {signal.SIGKILL: 1.0, signal.SIGSTOP: 6.0}
 """Far above what it takes; what it took is printed."""
-LONG, MANY_TOKENS = 1500, 1900
+LONG, LONG_PROMPT = 1500, 1500
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def decoding(server: ServerProcess) -> list[Ask]:
 
 def prefilling(server: ServerProcess, ranks: tuple[int, ...]) -> list[Ask]:
     """Requests whose prompts take long; none has got a token."""
-    asked = [Ask(rank, MANY_TOKENS - i, 100).send(server) for rank in ranks for i in range(24)]
+    asked = [Ask(rank, LONG_PROMPT - i, 500).send(server) for rank in ranks for i in range(24)]
 
     def works() -> bool:
         with server.client() as client:

@@ -34,7 +34,8 @@ MORE: list[dict[str, Any]] = [
     {"replicas": 2, "pool": "tiny"},
     {"drafts": "nextn", "experts": "ep", "chunk": 16},
     {"drafts": "ngram", "attention": "dp", "experts": "allgather", "page": 4},
-    {"ranks": 4, "attention": "groups of 2", "experts": "all_to_all", "overlapped": "two", "dense": "whole"},
+    {"experts": "shared_memory", "overlapped": "two"},
+    {"ranks": 4, "attention": "groups of 2", "experts": "all_to_all", "overlapped": "single", "dense": "whole"},
     {"ranks": 4, "attention": "groups of 2", "experts": "ep of 2", "model": "qwen3_moe", "replicas": 1, "page": 16},
 ]
 CASES: list[Case] = pairwise_cover(FEW, allowed, seed=1) + [{**PLAIN, **case} for case in MORE]

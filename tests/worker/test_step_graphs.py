@@ -253,7 +253,7 @@ def test_a_refused_capture_names_the_flag_that_helps() -> None:
 
     runner = stub_runner(max_rows=4)
     runner.attention = ReplayableTorch(runner.attention)  # type: ignore[assignment]
-    with pytest.raises(CaptureError, match="2 requests cannot be recorded.*--disable-cuda-graph"):
+    with pytest.raises(CaptureError, match=r"2 requests cannot be recorded.*--disable-cuda-graph"):
         record_steps(runner, GraphSettings((1, 2)), backend=Refusing())  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ constexpr int64_t GROUP = 128;
 
 struct E4M3 {
   static constexpr int FRACTION = 3, BIAS = 7;
-  static constexpr uint32_t NOT_A_NUMBER = 0x7f;
+  static constexpr uint32_t NOT_A_NUMBER = 0x80;  // none: a row with one has no number for a scale
   static constexpr float LARGEST = 448.f;
 };
 struct E5M2 {
@@ -27,9 +27,30 @@ typedef uint8_t vb __attribute__((vector_size(WIDTH)));
 
 // ---- 16 numbers ----
 
-// Below 2^(1 - BIAS) numbers are multiples of 2^(1 - BIAS - FRACTION); above, the bits are those of a float moved.
+#if defined(MOE_AVX512) || (defined(__AVX2__) && defined(__F16C__) && defined(__FMA__))
+#define MOE_HALVES 1
+#endif
+
+// The numbers times 2^(BIAS - 15). With that factor the bits are those of a float16 moved, subnormal ones too.
+// Without instructions for float16: above 2^(1 - BIAS) they are those of a float moved, below numbers are multiples of
+// 2^(1 - BIAS - FRACTION).
 template <class N>
 INLINE F16 decode(const uint8_t* p) {
+#if defined(MOE_HALVES)
+  constexpr int SHIFT = 10 - N::FRACTION;
+  const int16_t own = int16_t(0x8000 | (0x7f << SHIFT));  // without the copy of the sign that widening makes
+  F16 r;
+#if defined(MOE_AVX512)
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), SHIFT);
+  r.v[0] = (vf)_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(own)));
+#else
+  PARTS_LOOP {
+    const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(p + i * 8))), SHIFT);
+    r.v[i] = (vf)_mm256_cvtph_ps(_mm_and_si128(words, _mm_set1_epi16(own)));
+  }
+#endif
+  return r;
+#else
   constexpr int MOVE = 23 - N::FRACTION;
   F16 r;
   PARTS_LOOP {
@@ -40,9 +61,10 @@ INLINE F16 decode(const uint8_t* p) {
     const vf small = __builtin_convertvector((vi)size, vf) * (1.f / float(1 << (N::BIAS + N::FRACTION - 1)));
     vu bits = size < (1u << N::FRACTION) ? (vu)small : (vu)normal;
     bits |= (vu)(size >= N::NOT_A_NUMBER) & 0x7fc00000u;
-    r.v[i] = (vf)(bits | (all & 0x80u) << 24);
+    r.v[i] = (vf)(bits | (all & 0x80u) << 24) * (1.f / float(1 << (15 - N::BIAS)));
   }
   return r;
+#endif
 }
 
 // Rounds to nearest even; too large numbers become the largest.
@@ -69,7 +91,7 @@ INLINE void encode(uint8_t* p, const F16& x) {
 
 template <class N, class T>
 INLINE void read_numbers(const uint8_t* from, float scale, T* to, int64_t n) {
-  const F16 factor = set1(scale);
+  const F16 factor = set1(scale * float(1 << (15 - N::BIAS)));
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) store(to + i, decode<N>(from + i) * factor);
   if (i == n) return;
@@ -88,22 +110,24 @@ INLINE void write_numbers(const T* from, float scale, uint8_t* to, int64_t n) {
   }
 }
 
-// What the largest of n numbers must be divided by to fit e4m3.
+// What the largest of n numbers must be divided by to fit e4m3; not a number if one of them is not.
 template <class T>
 INLINE float scale_of(const T* from, int64_t n) {
-  F16 largest = zero();
+  F16 largest = zero(), nothing = zero();
   for (int64_t i = 0; i < n; i += LANES) {
     const F16 x = load_some(from + i, n - i);
     largest = max(largest, max(x, zero() - x));
+    nothing = nothing + (x - x);
   }
   float lane[LANES], top = 1e-12f;
   store(lane, largest);
   for (float x : lane) top = std::max(top, x);
-  return top / E4M3::LARGEST;
+  return top / E4M3::LARGEST + sum(nothing);
 }
 
 // The least power of two that is not below x.
 INLINE float power_above(float x) {
+  if (x != x) return x;
   int exponent;
   const float fraction = std::frexp(x, &exponent);
   return std::ldexp(1.f, fraction == 0.5f ? exponent - 1 : exponent);

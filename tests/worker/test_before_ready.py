@@ -1,0 +1,118 @@
+"""What is done before READY so that nothing is compiled after, and what tells if something was all the same."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_engine.engine.client_api import EngineInfo
+from moe_engine.engine.reporter import StepReporter
+from moe_engine.kernels.triton import guard
+from moe_engine.kernels.vendors.warming import StepShapes
+from moe_engine.scheduler.events import PlanFacts
+from moe_engine.server.metrics import Metrics
+from moe_engine.types import StepResult
+from moe_engine.worker.device_stream import make_graphs
+from moe_engine.worker.stub import stub_runner
+from moe_engine.worker.warmup import compile_kernels
+from moe_engine.worker.worker import Worker
+from tests.engine.harness import InProcessEngine, Scripted
+from tests.speculation.agreeing import agreeing_checkpoint
+
+
+class Compiling:
+    """A kernel that compiles at first use; implements `WarmsUp`."""
+
+    def __init__(self) -> None:
+        self.asked: list[StepShapes] = []
+
+    def warm_up(self, shapes: StepShapes) -> int:
+        self.asked.append(shapes)
+        return 3
+
+
+def test_every_kernel_that_compiles_is_asked() -> None:
+    linear, experts, other = Compiling(), Compiling(), object()
+    backends: Any = SimpleNamespace(ops=other, linear=linear, experts=experts, attention=other, sampling=other)
+    shapes = StepShapes(64, 512, 128)
+    assert compile_kernels(backends, shapes) == 6
+    assert linear.asked == experts.asked == [shapes]
+
+
+def test_late_compilations_reach_the_state() -> None:
+    worker = Worker(stub_runner())
+    guard.reset()
+    try:
+        guard.ready()
+        assert worker.state()["compilations_after_ready"] == 0
+        guard._note("a_kernel", 0.5, False)
+        assert worker.state()["compilations_after_ready"] == 1
+    finally:
+        guard.reset()
+        worker.close()
+
+
+def test_the_log_line_tells_whether_the_step_was_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    reporter = StepReporter(decode_log_interval=1)
+    facts = PlanFacts(1, 0, 0, 0, 2, 2, 0, 9, 0.5)
+    for replayed in (True, False):
+        scheduler: Any = SimpleNamespace(last_facts=facts)
+        reporter.planned(scheduler)
+        with caplog.at_level(logging.INFO, "moe_engine"):
+            reporter.finished(StepResult(1, [0, 1], [[3], [4]], cuda_graph=replayed))
+        assert f"cuda graph: {replayed}, " in caplog.messages[-1]
+        assert reporter.state()["is_cuda_graph"] == replayed
+
+
+def test_gauges_sum_over_schedulers() -> None:
+    health = SimpleNamespace(num_running=1, num_waiting=0, num_used_tokens=5)
+    client: Any = SimpleNamespace(health=lambda: health, healths=lambda: [health, health])
+    info: Any = SimpleNamespace(
+        max_total_num_tokens=10, max_running_requests=4, page_size=1, context_len=9, weight_bytes=0, kv_bytes=0
+    )
+    assert set(vars(info)) <= set(EngineInfo.__dataclass_fields__)
+    states = [{"is_cuda_graph": 1, "compilations_after_ready": 2}, {"is_cuda_graph": 0, "compilations_after_ready": 1}]
+    page = Metrics("m", info).render(client, states).decode()
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in page.splitlines() if line[0] != "#"}
+    assert values["sglang:is_cuda_graph"] == 1 and values["sglang:compilations_after_ready"] == 3
+
+
+# -- on a GPU
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_reads_what_its_inputs_hold_now() -> None:
+    device = torch.device("cuda", 0)
+    graphs = make_graphs(device)
+    assert graphs is not None
+    x, out = torch.zeros(4, device=device), torch.zeros(4, device=device)
+
+    def double() -> None:
+        out.copy_(x * 2)
+
+    double()
+    recording = graphs.capture(double)
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        recording.replay()
+        assert out.tolist() == [2 * value] * 4
+
+
+@pytest.mark.gpu
+def test_replayed_tokens_are_those_without_graphs(tmp_path: Path) -> None:
+    path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5)
+    script = [Scripted(f"r{i}", list(range(5 + i, 20 + 2 * i)), 16, arrives=i) for i in range(6)]
+    answers = []
+    for flags in ({"disable_cuda_graph": True}, {"cuda_graph_max_bs": 8}):
+        engine = InProcessEngine(path, tmp_path / "board", device="cuda", max_total_tokens=4096, **flags)
+        try:
+            answers.append({rid: answer.token_ids for rid, answer in engine.run(script).items()})
+            assert bool(engine.worker.info.num_graphs) == ("cuda_graph_max_bs" in flags)
+        finally:
+            engine.close()
+    assert answers[0] == answers[1]
