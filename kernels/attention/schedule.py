@@ -63,7 +63,8 @@ class Schedule:
 def pinned(values: np.ndarray, device: torch.device) -> Tensor:
     """A host tensor whose copy to the device waits for nothing: other memory is copied behind all that runs there."""
     tensor = torch.from_numpy(values)
-    return tensor if device == torch.device("cpu") else tensor.pin_memory()
+    pins = device != torch.device("cpu") and torch.accelerator.is_available()  # else the device is one to compile for
+    return tensor.pin_memory() if pins else tensor
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:

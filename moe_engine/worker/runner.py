@@ -185,7 +185,8 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan, sizes: StepSizes | None) -> tuple[StepBatch, Tensor]:
         """Builds the step and runs the model, in two halves where these can take turns: hidden states [T, D]."""
-        parts = None if self.rows.prompt_logprobs else self.shared.halves(plan)
+        whole = bool(self.rows.prompt_logprobs) and not self.shared.is_shared  # else the facts say so, to all groups
+        parts = None if whole else self.shared.halves(plan)
         self._phase = "building the batch"
         if parts is None:
             batch = self.builder.build(plan)
