@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
 
 from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.rank_watch import Silence
+from moe_engine.worker.rank_group import Failure
 
 BEAT_SECONDS = 0.2
 
 logger = logging.getLogger("moe_engine")
+
+
+def leave(reason: str) -> NoReturn:
+    """Ends a rank's process at once: a thread of it may hang in a collective."""
+    logger.error("This rank leaves: %s", reason)
+    os._exit(1)
 
 
 class RankLink:
@@ -58,6 +67,13 @@ class RankLink:
     def send(self, message: messages.ToLeader) -> None:
         self._outbox.put(message)
         self._wake.set()
+
+    def send_failure(self, rank: int, error: BaseException) -> None:
+        """Tells the leader that a rank cannot go on; its answer ends this process."""
+        failure = Failure.of(error)
+        if not failure.peer_lost and not failure.config_error:
+            logger.error("%s", "".join(traceback.format_exception(error)))
+        self.send(messages.Failed(rank, failure.message, failure.peer_lost, failure.config_error))
 
     def hurry(self) -> None:
         """The next sign of life goes out now."""

@@ -11,20 +11,19 @@ import logging
 import os
 import socket
 import sys
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_engine import logs
 from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.process import read_spec
-from moe_engine.engine.rank_link import RankLink
+from moe_engine.engine.rank_link import RankLink, leave
 from moe_engine.engine.rank_process import RankSpec
 from moe_engine.engine.rank_world import join_world, quieten_torch
 from moe_engine.errors import MoeEngineError
 from moe_engine.models import registry
 from moe_engine.worker.plan_channel import PlanReceiver, Stop
-from moe_engine.worker.rank_group import Failure, LocalWorker, call_one, kernels_of
+from moe_engine.worker.rank_group import LocalWorker, call_one, kernels_of
 from moe_engine.worker.rank_progress import Progress
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Follower:
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
         silent = spec.options.limits.silent
         self._worker: Future[LocalWorker] = Future()
-        self._link = RankLink(spec.control_address, f"rank{self._rank}", hello, self._sign, silent, _leave, self._call)
+        self._link = RankLink(spec.control_address, f"rank{self._rank}", hello, self._sign, silent, leave, self._call)
 
     def run(self) -> int:
         """Returns the exit code after an orderly end; a lost group ends the process from the link's thread."""
@@ -74,7 +73,7 @@ class Follower:
             try:
                 message = receiver.receive(RECEIVE_SECONDS)
             except MoeEngineError as error:
-                self._fail(error)
+                self._link.send_failure(self._rank, error)
                 continue
             if isinstance(message, Stop):
                 break
@@ -100,20 +99,13 @@ class Follower:
             self._worker.set_result(future.result())
             self._link.send(messages.Loaded(self._rank, kernels_of(future.result())))
         else:
-            self._fail(error)
+            self._link.send_failure(self._rank, error)
 
     def _stepped(self, future: Future[Any]) -> None:
         self._progress.done(future)
         error = future.exception()
         if error is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """Tells the leader, whose answer ends this process."""
-        failure = Failure.of(error)
-        if not failure.peer_lost and not failure.config_error:
-            logger.error("%s", "".join(traceback.format_exception(error)))
-        self._link.send(messages.Failed(self._rank, failure.message, failure.peer_lost, failure.config_error))
+            self._link.send_failure(self._rank, error)
 
     def _call(self, method: str) -> Future[Any]:
         """Calls come when all ranks are ready."""
@@ -123,11 +115,6 @@ class Follower:
         position = self._progress.position()
         self._said_idle = position.step < 0
         return messages.Beat(self._rank, position)
-
-
-def _leave(reason: str) -> NoReturn:
-    logger.error("This rank leaves: %s", reason)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,16 @@ Rank 0 watches it as a follower, and it ends with the world as one; requests com
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-import sys
 import time
-import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.core_setup import make_core
 from moe_engine.engine.lockstep import Lockstep, StepMesh
-from moe_engine.engine.rank_link import RankLink
+from moe_engine.engine.rank_link import RankLink, leave
 from moe_engine.engine.rank_process import RankSpec
 from moe_engine.engine.rank_world import join_world, own_address_towards
 from moe_engine.engine.run_folder import RunFolder
@@ -25,10 +22,8 @@ from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_port import ZmqPort
 from moe_engine.errors import EngineDeadError
 from moe_engine.worker.plan_channel import PlanSender
-from moe_engine.worker.rank_group import Failure, LocalWorker, RankGroupWorker, RankLost, call_one, kernels_of
+from moe_engine.worker.rank_group import LocalWorker, RankGroupWorker, RankLost, call_one, kernels_of
 from moe_engine.worker.rank_progress import Progress
-
-logger = logging.getLogger("moe_engine")
 
 LEAVE_SECONDS = 10.0
 """For rank 0 to end this process after it was told of a failure."""
@@ -59,7 +54,7 @@ class SchedulingRank:
         )
         self._own: Future[LocalWorker] = Future()
         name, silent = f"rank{spec.place.rank}", options.limits.silent
-        self._link = RankLink(spec.control_address, name, hello, self._sign, silent, self._leave, self._call)
+        self._link = RankLink(spec.control_address, name, hello, self._sign, silent, leave, self._call)
 
     def run(self) -> int:
         """Returns the exit code after an orderly end; a lost world ends the process from the link's thread."""
@@ -67,7 +62,7 @@ class SchedulingRank:
             core, worker, port = self._start()
             core.run()
         except Exception as error:
-            self.fail(error)
+            self._link.send_failure(self._place.rank, error)
             time.sleep(LEAVE_SECONDS)  # rank 0 ends this process
             return 1
         worker.close()
@@ -82,7 +77,7 @@ class SchedulingRank:
     def _start(self) -> tuple[Any, RankGroupWorker, ZmqPort]:
         spec, options = self._spec, self._spec.options
         welcome = self._link.welcome.result()
-        own = ThreadPoolExecutor(1, "rank-start").submit(self._prepare, welcome).result()
+        own = self._prepare(welcome)
         if not self._sender.wait_subscribed(options.group_size - 1, options.limits.silent + options.limits.progress):
             raise EngineDeadError(f"{self._place.name}: a rank of the group does not listen for plans")
         self._own.set_result(own)
@@ -103,15 +98,9 @@ class SchedulingRank:
         join_world(spec.options, spec.place, welcome.store_host, welcome.store_port)
         return spec.options.make_worker(spec.config, spec.place, self._progress)
 
-    def fail(self, error: BaseException) -> None:
-        """Tells rank 0, whose answer ends this process."""
-        failure = Failure.of(error)
-        if not failure.peer_lost and not failure.config_error:
-            logger.error("%s", "".join(traceback.format_exception(error)))
-        self.tell_failed(failure.message, peer_lost=failure.peer_lost, config_error=failure.config_error)
-
-    def tell_failed(self, message: str, *, peer_lost: bool, config_error: bool = False) -> None:
-        self._link.send(messages.Failed(self._place.rank, message, peer_lost, config_error))
+    def tell_failed(self, message: str, *, peer_lost: bool) -> None:
+        """Tells rank 0 of a failed step."""
+        self._link.send(messages.Failed(self._place.rank, message, peer_lost))
 
     def _call(self, method: str) -> Future[Any]:
         """Calls come when all ranks are ready."""
@@ -120,11 +109,6 @@ class SchedulingRank:
     def _sign(self) -> messages.Beat:
         board = self._board.pack() if self._folder is not None else []
         return messages.Beat(self._place.rank, self._progress.position(), board)
-
-    def _leave(self, reason: str) -> None:
-        logger.error("This rank leaves: %s", reason)
-        sys.stderr.flush()
-        os._exit(1)
 
 
 class _LinkedWatch:

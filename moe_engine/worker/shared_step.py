@@ -58,7 +58,8 @@ class SharedSteps:
         if not self.is_shared:
             return []
         facts = _facts(plan)
-        rows = [[group.num_drafting * (level < group.depth) for group in facts] for level in range(_depth(facts))]
+        depth = max(group.depth for group in facts)
+        rows = [[group.num_drafting * (level < group.depth) for group in facts] for level in range(depth)]
         return [StepSizes.known(self.parallel, tokens, tokens, False) for tokens in rows]
 
     def halves(self, plan: StepPlan) -> list[tuple[StepPlan, StepSizes]] | None:
@@ -123,7 +124,3 @@ def _facts(plan: StepPlan) -> tuple[StepFacts, ...]:
     if plan.everybody is None:
         raise ValueError(f"plan {plan.number} does not say what the other attention groups do")
     return plan.everybody
-
-
-def _depth(facts: tuple[StepFacts, ...]) -> int:
-    return max(group.depth for group in facts)
