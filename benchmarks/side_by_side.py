@@ -2,8 +2,9 @@
 
 Four workloads on a checkpoint that the script makes (390 M parameters, V3-shaped, bf16): W1 one stream, W2 sixteen,
 W3 thirty-two with a shared prefix, W4 one long prompt. The sides take turns in every round, with fresh prompts that
-no cache has seen; medians count. The machine's limits are measured before and after, and the better measurement is
-used. For transformers the quickest of its own ways is looked for on every workload, and named. About 15 to 40
+no cache has seen; medians count. A shared machine is twice as quick in one minute as in another, so its limits are
+measured right before and right after each of the engine's runs, and a fraction is one run's, of the better of the two.
+For transformers the quickest of its own ways is looked for on every workload, and named. About 15 to 40
 minutes; needs a quiet machine. Further options are flags of the engine.
 
     python -m benchmarks.side_by_side                     everything; JSON in benchmarks/results
@@ -17,19 +18,23 @@ import argparse
 import sys
 import time
 from dataclasses import asdict
+from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
-from benchmarks.limits import combine, limits_table, measure_limits
+from benchmarks.limits import MeasuredLimits, Ruler, combine, limits_table
 from benchmarks.peers import EngineSide, Run, TransformersSide, agreement
 from benchmarks.stats import median, spread
-from benchmarks.step_work import MachineLimits, ModelWork
+from benchmarks.step_work import ModelWork
 from benchmarks.workloads import TARGETS, WORKLOADS, Target, Workload
 
 KV_TOKENS = 32768
 """KV pool of the engine: room for every workload, little beside the weights."""
+RULER_TURNS = 2
+"""Turns of the limits' ways beside each run: about a second."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -64,13 +69,15 @@ def measure(
     workloads: list[Workload],
     engine: EngineSide,
     peer: TransformersSide | None,
+    ruler: Ruler,
     args: argparse.Namespace,
     vocab_size: int,
-) -> dict[str, dict[str, list[Run]]]:
-    """All rounds, the sides taking turns; runs by workload and side."""
+) -> tuple[dict[str, dict[str, list[Run]]], dict[str, list[MeasuredLimits]]]:
+    """All rounds, the sides taking turns: runs by workload and side, and the limits beside the engine's runs."""
     runs: dict[str, dict[str, list[Run]]] = {
         w.name: {"engine": [], "transformers": [], "by_hand": []} for w in workloads
     }
+    limits: dict[str, list[MeasuredLimits]] = {w.name: [] for w in workloads}
     peer_rounds = args.rounds if args.peer_rounds is None else args.peer_rounds
     for workload in workloads:
         warm = workload.shortened().prompts(vocab_size, seed=-2)
@@ -79,8 +86,12 @@ def measure(
         for workload in workloads:
             found = runs[workload.name]
             prompts = workload.prompts(vocab_size, seed=turn)
+            before = ruler.measure(RULER_TURNS)
             found["engine"].append(engine.run(prompts, workload.output_len))
+            here = combine(before, ruler.measure(RULER_TURNS))
+            limits[workload.name].append(here)
             line = f"round {turn + 1} {workload.name}: engine {found['engine'][-1].seconds:.2f} s"
+            line += f" at {here.memory_gb_per_second:.0f} GB/s, {here.gemm_gflops:.0f} GFLOP/s"
             if peer is not None and turn < peer_rounds:
                 found["transformers"].append(peer.run(prompts, workload.output_len, workload.name))
                 line += f", transformers {found['transformers'][-1].seconds:.2f} s"
@@ -89,35 +100,44 @@ def measure(
                     found["by_hand"].append(hand)
                     line += f" ({hand.seconds:.2f} s with the shared prefix computed once by hand)"
             print(line, flush=True)
-    return runs
+    return runs, limits
 
 
-def side_figures(workload: Workload, runs: list[Run], limit: float) -> dict[str, Any]:
-    """Median rate and how far the rounds lie apart; the fraction of the limit."""
+def side_figures(workload: Workload, runs: list[Run]) -> dict[str, Any]:
+    """Median rate and how far the rounds lie apart."""
     seconds = [run.seconds for run in runs]
-    rate = workload.counted_tokens / median(seconds)
     return {
-        "tokens_per_second": rate,
+        "tokens_per_second": workload.counted_tokens / median(seconds),
         "seconds": seconds,
         "spread": spread(seconds),
         "first_token_seconds": median([run.first_token_seconds for run in runs]),
-        "fraction_of_limit": rate / limit,
     }
 
 
 def workload_result(
-    workload: Workload, runs: dict[str, list[Run]], work: ModelWork, machine: MachineLimits, target: Target | None
+    workload: Workload,
+    runs: dict[str, list[Run]],
+    limits: list[MeasuredLimits],
+    work: ModelWork,
+    target: Target | None,
 ) -> dict[str, Any]:
-    """Everything about one workload, targets judged."""
-    limit = workload.limit(work, machine)
-    result: dict[str, Any] = {"workload": workload.text, "limit_tokens_per_second": limit}
-    result["engine"] = ours = side_figures(workload, runs["engine"], limit)
+    """Everything about one workload, targets judged. Run i of the engine is held against `limits[i]`."""
+    reachable = [workload.limit(work, here.machine) for here in limits]
+    result: dict[str, Any] = {
+        "workload": workload.text,
+        "limit_tokens_per_second": median(reachable),
+        "limits": [asdict(here) for here in limits],
+    }
+    result["engine"] = ours = side_figures(workload, runs["engine"])
+    fractions = [workload.counted_tokens / run.seconds / limit for run, limit in zip(runs["engine"], reachable)]
+    ours["fractions_of_limit"] = fractions
+    ours["fraction_of_limit"] = median(fractions)
     if runs["transformers"]:
-        result["transformers"] = theirs = side_figures(workload, runs["transformers"], limit)
+        result["transformers"] = theirs = side_figures(workload, runs["transformers"])
         result["ratio"] = ours["tokens_per_second"] / theirs["tokens_per_second"]
         result["agreement"] = agreement(runs["engine"][0].outputs, runs["transformers"][0].outputs)
     if runs["by_hand"]:
-        result["transformers_prefix_by_hand"] = side_figures(workload, runs["by_hand"], limit)
+        result["transformers_prefix_by_hand"] = side_figures(workload, runs["by_hand"])
     if target is not None:
         result["target"] = asdict(target)
         result["passed_fraction"] = ours["fraction_of_limit"] >= target.fraction
@@ -172,6 +192,7 @@ def notes(
     """What a reader of the table should know."""
     lines = [
         "tok/s counts output tokens (W4: prompt tokens), prefill time included.",
+        "limit and fraction are medians over the rounds, each held against the machine as it was in that round.",
         "spread is (slowest - quickest) / median of the rounds.",
     ]
     if peer is not None:
@@ -206,9 +227,8 @@ def main(argv: list[str] | None = None) -> int:
     path = ensure_checkpoint(args.shape)
     vocab_size = SHAPES[args.shape]["vocab_size"]
     work = ModelWork.from_checkpoint(path)
-    size = {"repeats": 2, "read_mib": 128, "gemm_size": 1024} if args.quick else {}
+    ruler = Ruler(args.bench_device, **({"read_mib": 128, "gemm_size": 1024} if args.quick else {}))
     began = time.perf_counter()
-    before = measure_limits(args.bench_device, **size)
     peer = TransformersSide(path, args.bench_device) if args.peers == "transformers" else None
     touched: dict[str, dict[str, float]] = {}
     for workload in workloads if peer is not None else []:
@@ -220,14 +240,14 @@ def main(argv: list[str] | None = None) -> int:
             touched[workload.name] = {"measured": count, "expected": work.experts_touched(workload.num_streams)}
     engine = EngineSide(path, flags)
     try:
-        runs = measure(workloads, engine, peer, args, vocab_size)
+        runs, limits = measure(workloads, engine, peer, ruler, args, vocab_size)
         facts = engine.facts()
     finally:
         engine.close()
-    limits = combine(before, measure_limits(args.bench_device, **size))
     targets = {} if args.quick else TARGETS.get(args.shape, {})
-    results = {w.name: workload_result(w, runs[w.name], work, limits.machine, targets.get(w.name)) for w in workloads}
-    print("\n" + limits_table(limits) + "\n")
+    results = {w.name: workload_result(w, runs[w.name], limits[w.name], work, targets.get(w.name)) for w in workloads}
+    best = reduce(combine, chain.from_iterable(limits.values()))
+    print("\nThe best of all rounds:\n" + limits_table(best) + "\n")
     print(result_table(results) + "\n")
     print("\n".join(notes(results, peer, touched)))
     values = {
@@ -235,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
         "quick": args.quick,
         "rounds": args.rounds,
         "seconds": time.perf_counter() - began,
-        "limits": asdict(limits),
+        "best_limits": asdict(best),
         "engine": facts,
         "transformers_modes": {name: asdict(mode) for name, mode in peer.modes.items()} if peer else {},
         "transformers_probes_seconds": peer.probes if peer else {},
