@@ -15,6 +15,8 @@ from moe_engine.models.layers.decoder import Decoder, FeedForward
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.sizes import MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
@@ -54,6 +56,9 @@ class DeepseekModel(Decoder):
         if is_moe:
             return MoE(config, layer_index, self.backends, reader, self.parallel, prefix)
         return MLP.dense(self.backends, reader, self.parallel, prefix, config.hidden_size, config.intermediate_size)
+
+    def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
+        return LayerStack.of(self, first_norm)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self.layers[0].attention.pieces(batch)

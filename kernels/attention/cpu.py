@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel
 from moe_engine.kernels.attention.protocol import AttentionBatch, MLALayer, PagedQueries
-from moe_engine.kernels.cpu import drafts
+from moe_engine.kernels.attention.stacking import StackedLayer
+from moe_engine.kernels.cpu import decoder, drafts
 from moe_engine.kernels.cpu.layers import LayerPointer, mla_layer
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
@@ -49,6 +50,17 @@ class CpuMLA(_Backend):
             slots.data_ptr(), form, cache.data_ptr(), cache.stride(0), struct.address, out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def fuse_stack(
+        self, embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]
+    ) -> decoder.DecoderPointer | None:
+        return decoder.fuse(embedding, first_norm, layers)
+
+    def run_stack(
+        self, stack: decoder.DecoderPointer, ids: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[Tensor],
+        queries: PagedQueries, plan: Any, choices: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        return decoder.run(self._lib, stack, ids, positions, slots, caches, queries, plan, choices)
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None

@@ -27,7 +27,19 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 # slowest first
-UNITS = ("attention", "gemm_bf16", "gemm_f32", "ops", "experts", "linear", "sampling", "layers", "drafts", "team")
+UNITS = (
+    "attention",
+    "gemm_bf16",
+    "gemm_f32",
+    "ops",
+    "experts",
+    "linear",
+    "sampling",
+    "layers",
+    "decoder",
+    "drafts",
+    "team",
+)
 FLAGS = [
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
@@ -61,6 +73,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_gather_fp8": (None, [N, N, P, L, L, L, P, P]),
     "moe_mla_layer": (None, [N, P, P, L, L, P, P, N, P, L, P, P]),
     "moe_moe_layer": (None, [N, P, P, L, L, L, P, P]),
+    "moe_decoder": (None, [N, P, P, L, P, P, P, P, P]),
     "moe_draft_chain": (None, [N, P, L, L, L, P, P, P, P, P, P, P, P, P, P, P]),
     "moe_draft_remember": (None, [N, P, L, L, P, P, P, P, P, N, P, L]),
     "moe_greedy": (None, [P, L, L, L, P]),
@@ -100,6 +113,7 @@ class Library:
     moe_gather_fp8: Any
     moe_mla_layer: Any
     moe_moe_layer: Any
+    moe_decoder: Any
     moe_draft_chain: Any
     moe_draft_remember: Any
     moe_greedy: Any

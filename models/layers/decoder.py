@@ -22,6 +22,7 @@ from moe_engine.models.layers.embedding import Embedding, Head
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_moves, with_sizes
+from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.layers.stages import Stages, take_turns
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -84,6 +85,7 @@ class Decoder:
         for i in range(config.num_layers):
             shared_out = any(layer.shares_out for layer in self.layers)
             self.layers.append(self.make_layer(i, reader, norms[i + 1], shared_out))
+        self._stack = self.make_stack(norms[0])
         self.head = Head(config, reader, backends.linear, self.embedding, parallel)
         self.weight_bytes = held_bytes(self, shared=parallel)
         """What weights and tables take, as the kernels keep them."""
@@ -106,6 +108,10 @@ class Decoder:
         moves = choose_moves(self.parallel, feed_forward.tokens, shared_out)
         return ShardedLayer(attention, post, feed_forward, next_norm, moves)
 
+    def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
+        """All layers as one call, where a family's kernels have it."""
+        return None
+
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         raise NotImplementedError
 
@@ -123,6 +129,8 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""
         args = self.step_args(batch)
+        if self._stack is not None and self._stack.takes(*args):
+            return self._stack.forward(*args)
         residual = self.embedding(batch.input_ids)  # [T, D]
         hidden = self._first_norm(residual)
         for index, layer in enumerate(self.layers):

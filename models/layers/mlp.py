@@ -50,6 +50,11 @@ class MLP:
         """Gate and up [2I, D], down [D, I]."""
         return self._gate_up.weight, self._down.weight
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether the kernel runs it in one call."""
+        return self._run_mlp is not None
+
     def _fuses(self, kernel: FusedMLP) -> bool:
         return kernel.fuses_mlp(self._gate_up.weight, self._down.weight)
 

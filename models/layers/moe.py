@@ -117,14 +117,23 @@ class MoE:
 
             self._routed.on_arrival = arrived
 
+    def room_for_choices(self, num_tokens: int) -> Tensor | None:
+        """[T, K] int32 for whoever runs the layer whole, to be given back to `chose`; None while nobody counts."""
+        recorder = self._recorder
+        return recorder.room_for(num_tokens) if recorder is not None and recorder.counting else None
+
+    def chose(self, ids: Tensor) -> None:
+        """The experts [T, K] of a pass while somebody counts."""
+        assert self._recorder is not None
+        self._recorder.on_select(self.layer_index, ids)
+
     def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
-        recorder = self._recorder if self._recorder is not None and self._recorder.counting else None
         if self._whole is not None:
-            if recorder is None:
+            ids = self.room_for_choices(len(x))
+            if ids is None:
                 return self._whole(x)
-            ids = recorder.room_for(len(x))
             out = self._whole(x, ids)
-            recorder.on_select(self.layer_index, ids)
+            self.chose(ids)
             return out
         if self._overlap is not None and self._overlap.shared_expert:
             return finish(self.stages(x, phase))

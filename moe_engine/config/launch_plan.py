@@ -46,9 +46,7 @@ def place_in_cluster() -> ClusterPlace | None:
     return find_place(os.environ)
 
 
-def prepare(
-    args: EngineArgs, machine: Machine | None = None, *, place: ClusterPlace | None = None
-) -> ResolvedConfig:
+def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterPlace | None = None) -> ResolvedConfig:
     """Does the reading that `resolve` must not do, then resolves. Call it once, in the process that starts the engine.
 
     Args:

@@ -1,0 +1,56 @@
+// All decoder layers of a model in one call, for steps of few tokens: what a call from outside costs is paid once, not
+// four times a layer. The same functions in the same order as the separate calls, so the same bits.
+//
+// Legend: T tokens, D hidden, L layers, K experts a token.
+#include "layers.h"
+
+namespace moe {
+
+// hidden -> attention -> + residual, post_norm -> experts or a dense MLP -> + residual, next_norm.
+struct DecoderLayer {
+  const MLALayer* attention;
+  const float *post_norm, *next_norm;
+  const MoELayer* experts;  // null: dense
+  Weight up, down;
+  void* cache;
+  int64_t cache_row;
+  int32_t form;
+  float eps;
+};
+
+struct Decoder {
+  const void* embedding;  // [V, D]
+  const float* first_norm;
+  float eps;
+  int64_t hidden, num_layers;
+  const DecoderLayer* layers;
+};
+
+}  // namespace moe
+
+using namespace moe;
+
+// ids [T] -> out [T, D], after the final norm. `chosen`, where not null, has L pointers, null or to [T, K], which get
+// the router's choices.
+API void moe_decoder(int is_bf16, const Decoder* decoder, const int64_t* ids, int64_t tokens, const int64_t* positions,
+                     const int64_t* slots, const Queries* queries, int32_t* const* chosen, void* out) {
+  const Decoder& d = *decoder;
+  const int64_t hidden = d.hidden, row = hidden * (is_bf16 ? 2 : 4);
+  Arrays arrays(2 * tokens * row + 2 * 64, CHAIN);
+  char *residual = static_cast<char*>(arrays.take(tokens * row)), *part = static_cast<char*>(arrays.take(tokens * row));
+  for (int64_t t = 0; t < tokens; t++)
+    std::memcpy(residual + t * row, static_cast<const char*>(d.embedding) + ids[t] * row, size_t(row));
+  moe_rms_norm(is_bf16, 0, residual, hidden, d.first_norm, d.eps, out, tokens, hidden);
+  for (int64_t i = 0; i < d.num_layers; i++) {
+    const DecoderLayer& l = d.layers[i];
+    moe_mla_layer(is_bf16, l.attention, out, hidden, tokens, positions, slots, l.form, l.cache, l.cache_row, queries,
+                  part);
+    moe_add_rms_norm(is_bf16, 0, part, hidden, residual, l.post_norm, l.eps, out, tokens, hidden);
+    if (l.experts != nullptr)
+      moe_moe_layer(is_bf16, l.experts, out, hidden, tokens, hidden, part, chosen != nullptr ? chosen[i] : nullptr);
+    else
+      moe_mlp(is_bf16, out, hidden, tokens, hidden, l.down.in, l.up.panels, l.down.panels, hidden, nullptr, 0, part,
+              hidden);
+    moe_add_rms_norm(is_bf16, 0, part, hidden, residual, l.next_norm, l.eps, out, tokens, hidden);
+  }
+}

@@ -1,0 +1,74 @@
+"""A decoder of MLA layers run whole by its attention backend, where that has one call for it.
+
+Legend: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moe_engine.kernels.attention.stacking import FusedStack, StackedLayer
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.mla import MLAAttention
+from moe_engine.models.layers.mla_pieces import Piece
+from moe_engine.models.layers.mlp import MLP
+from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from moe_engine.models.layers.decoder import Decoder
+
+
+class LayerStack:
+    """Steps of few tokens, all of them in the absorbed form, with the bits of the layers' own `forward`."""
+
+    def __init__(self, backend: FusedStack, fused: Any, feed_forwards: Sequence[Any]) -> None:
+        self._backend = backend
+        self._fused = fused
+        self._max_tokens = backend.max_fused_tokens
+        self._moes = [part if isinstance(part, MoE) else None for part in feed_forwards]
+
+    @classmethod
+    def of(cls, model: Decoder, first_norm: RMSNorm) -> LayerStack | None:
+        """The model's layers as one; None where one of them is not of the kinds that the backend knows."""
+        backend = model.backends.attention
+        if not isinstance(backend, FusedStack) or model.parallel.world_size > 1:
+            return None
+        layers = [stacked(layer) for layer in model.layers]
+        known = [layer for layer in layers if layer is not None]
+        if len(known) < len(layers):
+            return None
+        fused = backend.fuse_stack(model.embedding.weight, first_norm.weight, known)
+        return None if fused is None else cls(backend, fused, [layer.feed_forward for layer in model.layers])
+
+    def takes(self, batch: ForwardBatch, pieces: Sequence[Piece]) -> bool:
+        return len(pieces) == 1 and pieces[0].absorbed and batch.num_tokens <= self._max_tokens
+
+    def forward(self, batch: ForwardBatch, pieces: Sequence[Piece]) -> Tensor:
+        """`Model.forward` of a step that it takes."""
+        piece = pieces[0]
+        rooms = [None if moe is None else moe.room_for_choices(batch.num_tokens) for moe in self._moes]
+        choices = None if all(room is None for room in rooms) else rooms
+        out = self._backend.run_stack(
+            self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, piece.queries, piece.plan, choices
+        )
+        for moe, ids in zip(self._moes, rooms):
+            if moe is not None and ids is not None:
+                moe.chose(ids)
+        return out
+
+
+def stacked(layer: Any) -> StackedLayer | None:
+    """The layer as the backend wants it, from what its own parts are run by."""
+    attention, part = layer.attention, layer.feed_forward
+    if not isinstance(attention, MLAAttention) or attention.fused is None:
+        return None
+    experts = part.fused if isinstance(part, MoE) else None
+    mlp = part.weights if isinstance(part, MLP) and part.is_fused else None
+    if experts is None and mlp is None:
+        return None
+    norms = layer.post_norm, layer.next_norm
+    return StackedLayer(attention.fused, norms[0].weight, norms[1].weight, norms[0].eps, experts, mlp)
