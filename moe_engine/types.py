@@ -394,7 +394,9 @@ class StepResult:
     seconds: float = 0.0
     """How long the step took on the device, drafting included."""
     draft_seconds: float = 0.0
-    """The part of `seconds` in which drafts were made; so `follow_seconds`, in which the drafter followed."""
+    """The part of `seconds` in which drafts were made; so `follow_seconds`, in which the drafter followed, and
+    `model_seconds`, in which the model ran (0 where not measured apart)."""
     follow_seconds: float = 0.0
+    model_seconds: float = 0.0
     cuda_graph: bool = False
     """Whether the model's forward was replayed from a recording."""

@@ -5,9 +5,10 @@ depth d is expected to bring a request, 1 + a1 + a1 a2 + ...; `step_price` learn
 something about depths that were never tried: the best one on paper is taken, but at most twice as deep as any before.
 Now and then a step takes the runner-up, so that its price stays true.
 
-Where nothing beats depth 0, drafting sleeps: the drafter no longer follows and costs nothing. It is woken after a while
-(twice as long each time in vain) or when fewer requests run than when it fell asleep, and then drafts for requests
-that are new.
+Where nothing beats a plain step, drafting sleeps: the drafter no longer follows and costs nothing. It is woken after a
+while (twice as long each time in vain) or when fewer requests run than when it fell asleep, and then drafts for
+requests that are new. Where it is open whether drafts pay, because no plain step was measured yet, it sleeps for a few
+steps to learn that.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class AutoDepth:
         self._acceptance = Acceptance(self._max)
         self._price = StepPrice(config)
         self._awake = True
+        self._learning = False
+        """Asleep only until it is known what a plain step costs."""
         self._losses = 0
         self._nap = FIRST_NAP
         self._num_tried = 0
@@ -138,7 +141,7 @@ class AutoDepth:
 
     def choose(self, num_requests: int, num_draftable: int) -> int:
         self._steps += 1
-        if not self._awake and (self._steps >= self._wake_at or num_requests < self._asleep_below):
+        if not self._awake and self._has_slept(num_requests):
             self._wake()
         if not self._awake or not num_draftable:
             return 0
@@ -185,25 +188,36 @@ class AutoDepth:
 
     def _judge(self, best: float, num_requests: int) -> None:
         """Goes to sleep after `PATIENCE` steps in which no depth paid; `best` is the speed with the best."""
-        asleep = num_requests / self._price.asleep(num_requests)
-        if best > MARGIN * asleep:
+        least, most = self._price.plain(num_requests)
+        if best * least > MARGIN * num_requests:
             self._losses = 0
             if self._is_sure:
                 self._nap = FIRST_NAP
             return
-        clear = best < CLEAR_LOSS * asleep
+        clear = best * most < CLEAR_LOSS * num_requests
         self._losses += PATIENCE // 2 if clear else 1
         if self._losses < PATIENCE:
             return
         self._awake = False
+        self._losses = 0
+        if best * most > MARGIN * num_requests:
+            self._learning = True
+            return
         worth_it = self._acceptance.expected(1) > WORTH_WAKING
         self._asleep_below = (num_requests + 1) // 2 if worth_it else 0
         self._wake_at = self._steps + min(USELESS * self._nap if clear else self._nap, LONGEST_NAP)
         self._nap = min(2 * self._nap, LONGEST_NAP)
 
+    def _has_slept(self, num_requests: int) -> bool:
+        """Whether it is time to wake."""
+        if not self._learning:
+            return self._steps >= self._wake_at or num_requests < self._asleep_below
+        self._unpriced += 1
+        return self._price.knows_plain(num_requests) or self._unpriced > UNPRICED
+
     def _wake(self) -> None:
-        self._awake = True
-        self._losses = self._num_tried = 0
+        self._awake, self._learning = True, False
+        self._losses = self._num_tried = self._unpriced = 0
         self._acceptance = Acceptance(self._max)
         self._price.forget_drafting()
 

@@ -57,14 +57,16 @@ class Speculator:
             widths = [self._config.num_slots(d) for d in depths]
             if memory.make_room(memory.reserve_need(requests, widths)):
                 self._depth = max(depths)
+                # drafting sleeps, or nobody here has drafts to come: an ordinary step, where nothing is uncertain
+                wanted = self._policy.following and (any(draftable) or _prompts_may_join(book))
+                if not (wanted or any(r.num_maybe for r in requests)):
+                    return draft.add_decodes(requests, memory)
                 return self._add(draft, requests, depths, widths, memory)
         return None
 
     def _add(
         self, draft: PlanDraft, requests: list[Request], depths: list[int], widths: list[int], memory: RequestMemory
     ) -> bool:
-        if not (self._policy.following or any(r.num_maybe for r in requests)):
-            return draft.add_decodes(requests, memory)  # drafting sleeps and nothing is uncertain: an ordinary step
         reserved = memory.reserve(requests, widths)
         return draft.add_speculative(requests, depths, [self._config.num_nodes(d) for d in depths], reserved)
 
@@ -97,7 +99,13 @@ def _cost(record: StepRecord, result: StepResult) -> StepCost | None:
         return None
     drafting = sum(1 for depth in record.depths if depth)
     depth = max(record.depths, default=0)
-    return StepCost(len(record.sampled), drafting, depth, result.seconds, result.draft_seconds, result.follow_seconds)
+    seconds = (result.seconds, result.draft_seconds, result.follow_seconds, result.model_seconds)
+    return StepCost(len(record.sampled), drafting, depth, *seconds, plain=not record.depths)
+
+
+def _prompts_may_join(book: RequestBook) -> bool:
+    """Whether the step may hold prompts, which the drafter should follow, beside the decodes."""
+    return book.config.enable_mixed_chunk and (len(book.queue) > 0 or book.chunked is not None)
 
 
 def _wants_drafts(request: Request) -> bool:

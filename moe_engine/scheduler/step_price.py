@@ -1,9 +1,12 @@
 """What a step costs by the number of its requests and the depth of their drafts, learned from the steps that ran.
 
-A step is the target's forward over all tokens, what drafting takes even at depth 0, a level of drafting for each
-depth, and following. The forward's time is a curve over its tokens, whether these are drafts or many requests;
-following's too; the others' are curves over the requests. So a few depths at a few sizes of batch tell the price of
-the others.
+A step that speculates is the target's forward over all tokens, what drafting takes even at depth 0, a level of
+drafting for each depth, and following. The forward's time is a curve over its tokens, whether these are drafts or many
+requests; following's too; the others' are curves over the requests. So a few depths at a few sizes of batch tell the
+price of the others.
+
+A plain step has less to keep books of than one that speculates, which a short step feels. What it costs is measured
+while drafting sleeps; until then it is between the time of the model and that of the step without drafts.
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ KEPT = 7
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A decode step: its shape, and its seconds in all, in drafting and in following."""
+    """A decode step: its shape, and its seconds in all, in drafting, in following and in the model.
+
+    `model_seconds` is 0 where it was not measured apart. `plain`: the step was planned without speculation, as every
+    one is while drafting sleeps.
+    """
 
     num_requests: int
     num_drafting: int
@@ -34,6 +41,8 @@ class StepCost:
     seconds: float
     draft_seconds: float
     follow_seconds: float
+    model_seconds: float = 0.0
+    plain: bool = False
 
 
 class Curve:
@@ -62,6 +71,11 @@ class Curve:
         near = [b for b in range(bucket - NEAR, bucket + NEAR + 1) if len(self._seen.get(b, ())) >= BELIEVED]
         return bucket in near or (bool(near) and near[0] < bucket < near[-1])
 
+    def knows_near(self, count: int) -> bool:
+        """Whether there were enough at half to twice that count."""
+        bucket = _bucket(count)
+        return any(len(self._seen.get(b, ())) >= BELIEVED for b in range(bucket - NEAR, bucket + NEAR + 1))
+
     @property
     def is_empty(self) -> bool:
         return not self._seen
@@ -89,7 +103,9 @@ class StepPrice:
 
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
+        self._plain = Curve()
         self._forward = Curve()
+        self._books = Curve()
         self._setup = Curve()
         self._level = Curve()
         self._follow = Curve()
@@ -107,8 +123,14 @@ class StepPrice:
         self.deepest = 0
 
     def add(self, cost: StepCost) -> None:
+        if cost.plain:
+            self._plain.add(cost.num_requests, cost.seconds)
+            return
         tokens = self._tokens(cost.num_requests, cost.num_drafting, cost.depth)
         self._forward.add(tokens, cost.seconds - cost.draft_seconds - cost.follow_seconds)
+        if cost.model_seconds:
+            books = cost.seconds - cost.draft_seconds - cost.follow_seconds - cost.model_seconds
+            self._books.add(cost.num_requests, max(books, 0.0))
         if cost.follow_seconds:
             self._follow.add(tokens, cost.follow_seconds)
         if not cost.depth:
@@ -119,8 +141,12 @@ class StepPrice:
             self.deepest = max(self.deepest, cost.depth)
 
     def knows(self, num_requests: int) -> bool:
-        """Whether a step without drafts was measured often enough."""
+        """Whether a step that speculates without drafts was measured often enough."""
         return self._forward.knows(num_requests)
+
+    def knows_plain(self, num_requests: int) -> bool:
+        """Whether a plain step of about that size was."""
+        return self._plain.knows_near(num_requests)
 
     def of(self, num_requests: int, num_drafting: int, depth: int) -> float:
         """Seconds of a step that the drafter follows."""
@@ -129,9 +155,14 @@ class StepPrice:
         level = depth * self._level.at(num_drafting) if depth else 0.0
         return self._forward.at(tokens) + self._setup_of(num_requests) + level + follow
 
-    def asleep(self, num_requests: int) -> float:
-        """Seconds of a step without drafts that the drafter does not follow."""
-        return self._forward.at(num_requests)
+    def plain(self, num_requests: int) -> tuple[float, float]:
+        """Seconds of a plain step: at least, at most; the same where such steps were measured."""
+        most = self._forward.at(num_requests)
+        if self.knows_plain(num_requests):
+            most = min(most, self._plain.at(num_requests))
+            return most, most
+        books = 0.0 if self._books.is_empty else self._books.at(num_requests)
+        return max(most - books, 0.1 * most), most
 
     def _setup_of(self, num_requests: int) -> float:
         return 0.0 if self._setup.is_empty else self._setup.at(num_requests)

@@ -25,7 +25,7 @@ from moe_engine.worker.mla_form import MLAFormPolicy
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows, Sampler
 from moe_engine.worker.shared_step import SharedSteps
-from moe_engine.worker.speculation.pending import PendingSpeculation, add_logprobs
+from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds, add_logprobs
 from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.step_batch import StepBatch, follow_on
 from moe_engine.worker.step_graphs import StepGraphs, StepShape
@@ -255,6 +255,7 @@ class ModelRunner:
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         drafted = time.perf_counter()
         shape, prompts = self._recorded_shape(plan), []
+        model_began = drafted
         if shape is not None:
             batch, hidden, logits = self._replay(shape, lambda: step.build(plan, verification))
             forward = batch.forward_batch(None, self.kv_pool.layers, sizes)
@@ -263,13 +264,13 @@ class ModelRunner:
             batch = step.build(plan, verification)
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
-            self._phase = RUNNING
+            self._phase, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward)  # [T, D]
             prompts = self._prompt_logprobs(plan, batch, hidden)
             self._phase = "computing logits"
             wanted = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
             logits = self.model.logits(wanted, sizes)
-        self._phase = "sampling"
+        self._phase, model_ended = "sampling", time.perf_counter()
         wanting = [i for i, row in enumerate(batch.sampled.rows.tolist()) if row in self.rows.logprobs]
         raw = logits[wanting] if wanting else None  # a copy
         accepted, new = step.accept(logits, batch, verification)
@@ -281,9 +282,9 @@ class ModelRunner:
             step.follow(plan, batch, forward, hidden, verification, accepted)
         ended = time.perf_counter()
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
-        seconds = (ended - began, drafted - began, ended - follow_began)
+        seconds = StepSeconds(ended - began, drafted - began, ended - follow_began, model_ended - model_began)
         if left_out:  # not the step that was planned: its time would mislead
-            seconds = (0.0, 0.0, 0.0)
+            seconds = StepSeconds()
         pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
         pending.left_out, pending.cuda_graph = [(i, whole.rows[i]) for i in left_out], shape is not None
         if raw is not None:

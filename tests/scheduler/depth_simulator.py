@@ -16,7 +16,9 @@ from moe_engine.scheduler.step_price import StepCost
 @dataclass(frozen=True)
 class Machine:
     """Seconds of a step, in any unit: a part that every step has and one for each token, of the target, of a level of
-    drafts, and of following. `noise`: standard deviation of each step's time, relative.
+    drafts, and of following. `overhead`: of a step that is not plain, `books`: the part of the base in which the
+    model does not run. `noise`: standard deviation of each step's time,
+    relative.
 
     `rates[i]`: chance that draft i is right where those before it are. Requests end after about `length` tokens.
     """
@@ -27,6 +29,8 @@ class Machine:
     draft_token: float = 0.002
     follow: float = 0.2
     follow_token: float = 0.001
+    overhead: float = 0.0
+    books: float = 0.0
     noise: float = 0.02
     rates: tuple[float, ...] = (0.8, 0.7, 0.6, 0.5)
     length: int = 200
@@ -51,7 +55,9 @@ class Machine:
             chance *= rate
             tokens += chance
         num_tokens = num_requests * (depth + 1)
-        seconds = self.seconds(num_requests, num_requests * depth, depth) + self.follow_seconds(num_tokens)
+        seconds = (
+            self.seconds(num_requests, num_requests * depth, depth) + self.follow_seconds(num_tokens) + self.overhead
+        )
         return num_requests * tokens / seconds
 
     def best_depth(self, num_requests: int) -> int:
@@ -77,6 +83,8 @@ class Flight:
     seconds: float
     draft: float
     follow: float
+    model: float = 0.0
+    plain: bool = True
 
 
 class NoDrafts:
@@ -116,6 +124,11 @@ class DepthSimulation:
         return self
 
     @property
+    def _flight_drafts(self) -> bool:
+        """Whether the step on its way leaves it open how many tokens there are."""
+        return self._flight is not None and any(self._flight.depths)
+
+    @property
     def speed(self) -> float:
         """Tokens a second."""
         return self.tokens / self.seconds
@@ -142,17 +155,20 @@ class DepthSimulation:
         depth = policy.choose(len(requests), sum(r.followed for r in requests))
         depths = [depth if r.followed and (not by_length or r.left - r.in_flight > 1) else 0 for r in requests]
         follows = policy.following and any(r.followed for r in requests)
+        plain = not follows and not self._flight_drafts
         for request in requests:
             request.followed &= follows
             request.in_flight += 1
         noise = max(0.5, self.rng.gauss(1.0, machine.noise))
         num_tokens = len(requests) + sum(depths)
         follow = machine.follow_seconds(num_tokens) * noise if follows else 0.0
-        seconds = machine.seconds(len(requests), sum(depths), max(depths)) * noise + follow
+        overhead = 0.0 if plain else machine.overhead
+        seconds = (machine.seconds(len(requests), sum(depths), max(depths)) + overhead) * noise + follow
         self.depths.append(depth)
         self.awake.append(policy.following)
         draft = machine.draft_seconds(sum(depths), max(depths)) * noise
-        return Flight(requests, depths, seconds, draft, follow)
+        model = 0.0 if plain else seconds - draft - follow - (machine.overhead + machine.books) * noise
+        return Flight(requests, depths, seconds, draft, follow, model, plain)
 
     def _land(self, flight: Flight) -> None:
         fates = []
@@ -173,7 +189,6 @@ class DepthSimulation:
         self.seconds += flight.seconds
         if flight.requests:
             drafting = sum(1 for depth in flight.depths if depth)
-            cost = StepCost(
-                len(flight.requests), drafting, max(flight.depths), flight.seconds, flight.draft, flight.follow
-            )
+            seconds = (flight.seconds, flight.draft, flight.follow, flight.model)
+            cost = StepCost(len(flight.requests), drafting, max(flight.depths), *seconds, plain=flight.plain)
             self.policy.observe(fates, cost)

@@ -53,6 +53,17 @@ def test_good_drafts_of_little_cost_go_deepest(num_requests: int) -> None:
     assert gain(found, num_requests) > 3
 
 
+@pytest.mark.parametrize(("overhead", "pays"), [(1.0, True), (12.0, False)])
+def test_books_are_part_of_the_price(overhead: float, pays: bool) -> None:
+    """A step that speculates without drafts costs more than a plain one; only a plain one tells how much."""
+    machine = Machine(rates=(0.9, 0.2, 0.2, 0.2), token=0.1, draft=0.3, overhead=overhead, books=1.0, length=60)
+    assert (machine.best_depth(2) > 0) == pays
+    found = simulate(machine).run(400, 2)
+    found.change().run(2000, 2)
+    assert (median(found.depths) > 0) == pays
+    assert gain(found, 2) > (1.2 if pays else 0.98)
+
+
 def test_drafts_that_fail_further_on_stay_short() -> None:
     found = simulate(Machine(rates=(0.9, 0.1, 0.1, 0.1), draft=2.0)).run(600, 4)
     assert median(found.depths[200:]) == 1
@@ -128,6 +139,8 @@ def machines(draw: st.DrawFn) -> Machine:
         draft_token=10.0 * 10 ** draw(st.floats(-4.0, -2.0)),
         follow=10.0 * 10 ** draw(st.floats(-2.5, -0.7)),
         follow_token=10.0 * 10 ** draw(st.floats(-4.0, -2.0)),
+        overhead=draw(st.sampled_from([0.0, 0.3, 2.0, 6.0])),
+        books=draw(st.sampled_from([0.0, 0.5, 3.0])),
         noise=draw(st.sampled_from([0.0, 0.02, 0.1])),
         rates=tuple(draw(share) for _ in range(4)),
         length=draw(st.sampled_from([20, 100, 500])),
@@ -135,7 +148,7 @@ def machines(draw: st.DrawFn) -> Machine:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(machine=machines(), num_requests=st.sampled_from([1, 2, 7, 64]), seed=st.integers(0, 1000))
 def test_it_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
     found = simulate(machine, seed).run(2000, num_requests)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from moe_engine.worker.speculation.step import Verification
 
 
+class StepSeconds(NamedTuple):
+    """Of a step; all 0 where its time would mislead."""
+
+    total: float = 0.0
+    draft: float = 0.0
+    follow: float = 0.0
+    model: float = 0.0
+
+
 @dataclass
 class PendingSpeculation:
     """A speculative step on its way to the host."""
@@ -29,8 +38,7 @@ class PendingSpeculation:
     rows: list[int]
     copy: HostCopy
     """New tokens [D, K] of the decodes, how many of them [D], and those of the prompts [P]."""
-    seconds: tuple[float, float, float]
-    """In all, drafting, following."""
+    seconds: StepSeconds
     logprobs: PendingLogprobs | None = None
     logprob_places: list[tuple[int, int]] = field(default_factory=list)
     """Request among `rows` and index among its tokens of each entry of `logprobs`."""
@@ -43,7 +51,7 @@ class PendingSpeculation:
     def empty(cls, number: int, left_out: list[tuple[int, int]]) -> PendingSpeculation:
         """Of a step all of whose requests had ended."""
         nothing = torch.zeros(0, dtype=torch.int64)
-        return cls(number, [], HostCopy([nothing.view(0, 0), nothing, nothing]), (0.0, 0.0, 0.0), left_out=left_out)
+        return cls(number, [], HostCopy([nothing.view(0, 0), nothing, nothing]), StepSeconds(), left_out=left_out)
 
     @property
     def ready(self) -> bool:
