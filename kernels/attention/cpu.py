@@ -118,6 +118,16 @@ class CpuMLA(_Backend):
         return out
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        return self._expanded(q, kv, k_rope, queries, scale, plan, by_slots=False)
+
+    def expanded_shared(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        return self._expanded(q, kv, k_rope, queries, scale, plan, by_slots=True)
+
+    def _expanded(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any, by_slots: bool
+    ) -> Tensor:
         queries.refuse_tree("expanded")
         q, kv, k_rope = rows(q), rows(kv), rows(k_rope)
         tokens, heads, width = q.shape
@@ -128,7 +138,8 @@ class CpuMLA(_Backend):
         struct = find(queries, plan)
         self._lib.moe_expanded(
             kind, q.data_ptr(), q.stride(0), q.stride(1), kv.data_ptr(), kv.stride(0), kv.stride(1), k_rope.data_ptr(),
-            k_rope.stride(0), struct.address, heads, width - rotary, rotary, value, scale, out.data_ptr(),
+            k_rope.stride(0), struct.address, int(by_slots), heads, width - rotary, rotary, value, scale,
+            out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -10,8 +10,9 @@ unless `PagedQueries.visible` draws a tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,14 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 
 MAX_TREE_TOKENS = 64
 """Query tokens of a request where `PagedQueries.visible` is given: one bit each."""
+
+
+class SharedRun(NamedTuple):
+    """Requests [first, last) of a group, the first `length` tokens of whose contexts lie in the same slots."""
+
+    first: int
+    last: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class PagedQueries:
     visible: Tensor | None = None
     """[T] int64, of draft trees: bit b of visible[t] says that query token t sees query token b of its own request. Its
     own bit is always set, all context before the query tokens is visible. None: each sees those before it."""
+    shared: Sequence[SharedRun] = ()
+    """Of requests whose contexts begin in the same slots; those not named share nothing that is worth knowing."""
 
     def __post_init__(self) -> None:
         if self.visible is None:
@@ -113,6 +124,16 @@ class MLABackend(Protocol):
 
         kv holds a head's keys first, then its values. Raises ValueError for a draft tree.
         """
+
+
+@runtime_checkable
+class SharesContext(Protocol):
+    """An MLA backend whose expanded form takes contexts that begin with the same tokens, expanded once."""
+
+    def expanded_shared(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        """`MLABackend.expanded` over kv [U, H, N+V] and k_rope [U, P]: `queries.slot_table` names rows of these."""
 
 
 @runtime_checkable

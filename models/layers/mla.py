@@ -176,9 +176,11 @@ class MLAAttention:
 
     def _expanded(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over keys and values of the whole context."""
-        mla = self._mla
-        rows = None if cache.dtype == q.dtype else q.new_empty(piece.queries.num_context_tokens, mla.cache_width)
-        context = self._backend.gather_latent(cache, piece.queries, piece.plan, rows, mla.kv_lora_rank)  # [S, C+R]
+        mla, backend, queries, shared = self._mla, self._backend, piece.queries, piece.shared
+        gathered, plan = (queries, piece.plan) if shared is None else (shared.queries, shared.plan)
+        rows = None if cache.dtype == q.dtype else q.new_empty(gathered.num_context_tokens, mla.cache_width)
+        context = backend.gather_latent(cache, gathered, plan, rows, mla.kv_lora_rank)  # [S, C+R]
         kv = self._kv_b(context[:, : mla.kv_lora_rank]).unflatten(1, (mla.num_heads, -1))  # [S, H, N+V]
         rope = context[:, mla.kv_lora_rank :]  # [S, R]
-        out.copy_(self._backend.expanded(q, kv, rope, piece.queries, self._scale, piece.plan))
+        attend = backend.expanded if shared is None else backend.expanded_shared  # type: ignore[attr-defined]
+        out.copy_(attend(q, kv, rope, queries, self._scale, piece.plan))

@@ -1,4 +1,5 @@
-"""A step's queries, cut so that MLA never expands more than a bounded number of context tokens at once.
+"""A step's queries, cut so that MLA never expands more than a bounded number of context tokens at once, and tokens that
+several contexts begin with only once.
 
 Host work once a step, shared by all layers. In the common case nothing is cut and the step's own plan serves.
 """
@@ -6,10 +7,20 @@ Host work once a step, shared by all layers. In the common case nothing is cut a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries
+import torch
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries, SharedRun, SharesContext
+
+
+@dataclass(frozen=True)
+class SharedContext:
+    """The context tokens of some requests, each once: `queries` gathers them as if they were one request's."""
+
+    queries: PagedQueries
+    plan: Any
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,8 @@ class Piece:
     queries: PagedQueries
     plan: Any
     absorbed: bool
+    shared: SharedContext | None = None
+    """Of an expanded piece whose requests share tokens; `queries.slot_table` then names rows of what it gathers."""
 
 
 def cut(
@@ -44,15 +57,64 @@ def cut(
     if prefill is None or not prefill.num_tokens:
         return pieces
     prefill.refuse_tree("expanded")
-    if prefill.num_context_tokens <= max_expanded_tokens:
+    parts = _cut_shared(prefill, backend, max_expanded_tokens)
+    if len(parts) == 1 and parts[0].shared is None and prefill.num_context_tokens <= max_expanded_tokens:
         pieces.append(Piece(slice(start, start + prefill.num_tokens), prefill, plan, False))
         return pieces
-    for queries, absorbed in _cut_prefill(prefill, max_expanded_tokens, max_absorbed_tokens):
-        alone = AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries)
-        stop = start + queries.num_tokens
-        pieces.append(Piece(slice(start, stop), queries, backend.plan(alone), absorbed))
-        start = stop
+    for part in parts:
+        if part.shared is not None:
+            stop = start + part.queries.num_tokens
+            pieces.append(replace(part, tokens=slice(start, stop)))
+            start = stop
+            continue
+        for queries, absorbed in _cut_prefill(part.queries, max_expanded_tokens, max_absorbed_tokens):
+            alone = AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries)
+            stop = start + queries.num_tokens
+            pieces.append(Piece(slice(start, stop), queries, backend.plan(alone), absorbed))
+            start = stop
     return pieces
+
+
+def _cut_shared(prefill: PagedQueries, backend: MLABackend, limit: int) -> list[Piece]:
+    """Runs of requests that share tokens, if the backend makes use of that and they do not exceed the limit; what lies
+    between them has no plan yet. `tokens` are not set."""
+    parts: list[Piece] = []
+    start = 0
+
+    def plain(end: int) -> None:
+        if start < end:
+            parts.append(Piece(slice(0), _requests(prefill, start, end), None, False))
+
+    for run in prefill.shared if isinstance(backend, SharesContext) else ():
+        lengths = prefill.context_lens[run.first : run.last]
+        if sum(lengths) - (len(lengths) - 1) * run.length > limit:
+            continue
+        plain(run.first)
+        parts.append(_shared_piece(prefill, run, backend))
+        start = run.last
+    plain(prefill.num_requests)
+    return parts
+
+
+def _shared_piece(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> Piece:
+    """The run's shared tokens stand first, then what each request has behind them."""
+    queries, length = _requests(prefill, run.first, run.last), run.length
+    rows, device = queries.rows.tolist(), queries.rows.device
+    own = [context - length for context in queries.context_lens]
+    slots = [prefill.slot_table[rows[0], :length]]
+    slots += [prefill.slot_table[row, length : length + count] for row, count in zip(rows, own)]
+    table = torch.zeros((len(own), length + max(own)), dtype=torch.int32)
+    table[:, :length] = torch.arange(length, dtype=torch.int32)
+    first = length
+    for places, count in zip(table, own):
+        places[length : length + count] = torch.arange(first, first + count, dtype=torch.int32)
+        first += count
+    once = torch.tensor([0, 1, first], dtype=torch.int32, device=device)
+    gathered = PagedQueries([1], [first], once[:1], once[:2], once[2:], torch.cat(slots)[None], 1)
+    numbers = torch.arange(len(own), dtype=torch.int32, device=device)
+    queries = replace(queries, rows=numbers, slot_table=table.to(device), page_size=1)
+    shared = SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
+    return Piece(slice(0), queries, backend.plan(AttentionBatch(None, queries)), False, shared)
 
 
 def _cut_prefill(queries: PagedQueries, limit: int, max_absorbed: int) -> Iterator[tuple[PagedQueries, bool]]:

@@ -1,6 +1,7 @@
 """From a plan to the tensors of a step: one host buffer is filled, copied once, and cut into views.
 
-Tokens stand in two groups, `attention.decode` before `attention.prefill`; inside each, requests keep the plan's order.
+Tokens stand in two groups, `attention.decode` before `attention.prefill`; inside each, requests keep the plan's order,
+but for prompts that share tokens, which stand together at the end.
 What is reported back (logits rows, sampled rows) follows the plan's order, so nothing is restored afterwards.
 
 A pure decode of the same rows as the step before takes a short way that reuses everything but positions and slots.
@@ -16,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.types import StepPlan
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.even_runs import EvenRuns
 from moe_engine.worker.mla_form import MLAFormPolicy
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows
+from moe_engine.worker.shared_prefix import find_sharers
 from moe_engine.worker.step_batch import StepBatch, TokenRuns
 
 
@@ -147,7 +149,7 @@ class BatchBuilder:
         """A step of any runs of tokens; enters the slots that are given into the table, and looks up the others."""
         rows, starts, counts = runs.rows, runs.starts, runs.counts
         num_tokens, num_requests = int(counts.sum()), len(rows)
-        order, num_absorbed = self._order(runs)
+        order, num_absorbed, shared = self._order(runs)
         ends = np.cumsum(counts[order])  # in the step
         begins = ends - counts[order]
         offsets = np.empty_like(begins)
@@ -201,6 +203,7 @@ class BatchBuilder:
                 slot_table=self._rows.slot_table,
                 page_size=self._page_size,
                 visible=visible,
+                shared=shared if shift else (),
             )
 
         return StepBatch(
@@ -221,20 +224,30 @@ class BatchBuilder:
             raise ValueError("a step with draft trees cannot have prompt chunks in its decode group")
         return self._stream.upload(torch.from_numpy(visible))
 
-    def _order(self, runs: TokenRuns) -> tuple[np.ndarray, int]:
-        """The runs in the order of the step's tokens, and how many of them form the decode group.
+    def _order(self, runs: TokenRuns) -> tuple[np.ndarray, int, list[SharedRun]]:
+        """The runs in the order of the step's tokens, how many of them form the decode group, and which of the others
+        begin alike.
 
         Draft trees share the group with nobody else: a chunk there would need a mask of its own.
         """
         decodes, num_requests = runs.num_decodes, len(runs.rows)
         chunks = range(decodes, num_requests)
         if runs.visible is not None:
-            return np.arange(num_requests), decodes
+            return np.arange(num_requests), decodes, []
         starts, counts = runs.starts.tolist(), runs.counts.tolist()
-        absorbed = [self._form.absorbed(starts[i], counts[i]) for i in chunks]
+        table = self._rows.slots_on_host if self._form.shares else None
+        sharers = [] if table is None or len(chunks) < 2 else find_sharers(table, runs.rows, runs.starts, chunks)
+        spared = {run: group.spared for group in sharers for run in group.members}
+        absorbed = [self._form.absorbed(starts[i], counts[i], spared.get(i, 0.0)) for i in chunks]
         few = [i for i, is_absorbed in zip(chunks, absorbed) if is_absorbed]
-        many = [i for i, is_absorbed in zip(chunks, absorbed) if not is_absorbed]
-        return np.array([*range(decodes), *few, *many], dtype=np.int64), decodes + len(few)
+        many = [i for i, is_absorbed in zip(chunks, absorbed) if not is_absorbed and i not in spared]
+        shared: list[SharedRun] = []
+        for group in sharers:
+            expanded = [i for i in group.members if not absorbed[i - decodes]]
+            if len(expanded) > 1:
+                shared.append(SharedRun(len(many), len(many) + len(expanded), group.length))
+            many += expanded
+        return np.array([*range(decodes), *few, *many], dtype=np.int64), decodes + len(few), shared
 
     def _upload(self, fields: list[np.ndarray], ints: list[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
         """Copies int64 fields and fields that become int32 to the device in one piece; returns them there."""

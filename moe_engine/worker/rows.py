@@ -52,6 +52,8 @@ class Rows:
         width = -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
         self.slot_table: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
         self.last_token: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)
+        self.slots_on_host = stream.host_view(self.slot_table)
+        """The slot table where it is the host's memory, else None."""
         self._slots = IntTable(self.slot_table, stream)
         self._last_tokens = IntTable(self.last_token, stream)
         self.history = History(max_rows, width, stream) if num_drafts else None

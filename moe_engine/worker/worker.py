@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
+from moe_engine.kernels.attention.protocol import SharesContext
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.device import Need, probe
 from moe_engine.kernels.registry import Choice
@@ -255,7 +256,12 @@ def _prepare(
     loaded = time.perf_counter()
     spec = kv_spec(local, kv_dtype, num_mtp_layers(config, speculation))
     pool = KVPool(spec, options.num_slots, options.page_size, stream)
-    form = form_policy(config.attention, deterministic=options.deterministic, break_even=options.absorbed_break_even)
+    form = form_policy(
+        config.attention,
+        deterministic=options.deterministic,
+        break_even=options.absorbed_break_even,
+        shares=isinstance(backends.attention, SharesContext),
+    )
     runner = ModelRunner(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel
     )

@@ -117,6 +117,32 @@ def test_expanded(any_library: Library, dtype: torch.dtype, nope: int, rotary: i
         assert torch.equal(part, got[1:201][chunk])
 
 
+@pytest.mark.parametrize(("nope", "rotary", "value"), [(32, 32, 64), (20, 12, 40), (64, 0, 32)])
+@pytest.mark.parametrize("length", [1, 77, 512])
+def test_expanded_contexts_that_share_rows(
+    any_library: Library, dtype: torch.dtype, length: int, nope: int, rotary: int, value: int
+) -> None:
+    """The bits of contexts that lie apart, wherever the rows that they share end."""
+    mla = CpuMLA(any_library)
+    queries, _ = paged_queries([(1, length + 1), (30, length + 30), (16, length + 90), (5, length + 333)])
+    own = [context - length for context in queries.context_lens]
+    kv = normal(length + sum(own), 2, nope + value, dtype=dtype)
+    rope = normal(length + sum(own), rotary + 4, dtype=dtype)[:, :rotary]
+    places, first = [], length
+    for count in own:
+        places.append(torch.cat((torch.arange(length), torch.arange(first, first + count))))
+        first += count
+    table = torch.full((max(queries.rows.tolist()) + 1, length + max(own)), 2**30, dtype=torch.int32)
+    for row, mine in zip(queries.rows.tolist(), places):
+        table[row, : len(mine)] = mine
+    shared = replace(queries, slot_table=table)
+    q = normal(queries.num_tokens, 2, nope + rotary, dtype=dtype)
+    apart = torch.cat(places)
+    want = mla.expanded(q, kv[apart], rope[apart], queries, 0.1, mla.plan(AttentionBatch(None, queries)))
+    got = mla.expanded_shared(q, kv, rope, shared, 0.1, mla.plan(AttentionBatch(None, shared)))
+    assert torch.isfinite(got).all() and torch.equal(got, want)
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "width"), [(8, 2, 64), (6, 6, 80), (4, 1, 96), (8, 8, 128), (16, 2, 256), (3, 1, 33)]
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.models.layers.mla_pieces import Piece, cut
 
@@ -85,3 +86,31 @@ def test_random_steps() -> None:
         limits = (draw.randint(5, 40), draw.randint(1, 5))
         batch = AttentionBatch(queries(decode) if decode else None, queries(prefill, len(decode)) if prefill else None)
         check(cut(batch, TorchMLA(), None, *limits), decode, prefill, limits)
+
+
+class SharingMLA(CountingMLA):
+    def expanded_shared(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_runs_that_share_tokens_are_pieces_of_their_own() -> None:
+    generator = torch.Generator().manual_seed(4)
+    group = queries([(4, 9), (3, 20), (2, 22), (5, 21), (6, 6)])
+    table = torch.randint(0, 1000, group.slot_table.shape, generator=generator, dtype=torch.int32)
+    table[1:4, :17] = table[1, :17]
+    shared = replace(group, slot_table=table, shared=[SharedRun(1, 4, 17)])
+    for limit, backend in [(1000, SharingMLA()), (17 + 3 + 5 + 4, SharingMLA())]:
+        pieces = cut(AttentionBatch(None, shared), backend, "step", limit, 8)
+        assert [piece.tokens for piece in pieces] == [slice(0, 4), slice(4, 14), slice(14, 20)]
+        assert [piece.shared is None for piece in pieces] == [True, False, True]
+        run, context = pieces[1].queries, pieces[1].shared
+        assert context is not None and context.queries.num_context_tokens == 17 + 3 + 5 + 4
+        assert (run.query_lens, run.context_lens) == ([3, 2, 5], [20, 22, 21])
+        gathered = context.queries.slot_table[context.queries.rows[0]]
+        for i, row in enumerate([1, 2, 3]):
+            length = run.context_lens[i]
+            found = gathered[run.slot_table[run.rows[i], :length].long()]
+            assert found.tolist() == table[row, :length].tolist()
+    too_many = cut(AttentionBatch(None, shared), SharingMLA(), "step", 28, 8)
+    assert all(piece.shared is None for piece in too_many)
+    assert all(piece.shared is None for piece in cut(AttentionBatch(None, shared), CountingMLA(), "step", 1000, 8))

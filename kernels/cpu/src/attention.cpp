@@ -146,40 +146,76 @@ struct PagedSource {
   }
 };
 
-// Keys of head h at context token s: kv[s][h][0:N], then k_rope[s]; values kv[s][h][N:N+V].
+// Keys of head h at context token s: kv[s][h][0:N], then k_rope[s]; values kv[s][h][N:N+V]. Contexts lie one behind the
+// other, or, with `table`, where the queries' slots say: requests may share rows.
 template <class T>
 struct ExpandedSource {
-  const int64_t* starts;  // of each request's context
+  const Queries* table;
+  const int64_t* starts;  // of each request's context, without a table
   const T *kv, *rope;
   int64_t kv_row, kv_head, rope_row, nope, rotary, value;
 
+  const int32_t* slots(const Unit& u, int64_t first) const {
+    return table ? table->slots + table->rows[u.request] * table->slots_row + first : nullptr;
+  }
+
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
     const T* rows[BLOCK];
-    const int64_t size = sizeof(T), at = starts[u.request] + first;
-    const T *keys = kv + at * kv_row + u.group * kv_head, *tails = rope + at * rope_row;
-    for (int64_t i = 0; i < count; i++) rows[i] = keys + i * kv_row + nope;
+    int64_t places[BLOCK];
+    const int32_t* slot = slots(u, first);
+    const T* keys = kv + u.group * kv_head;
+    for (int64_t i = 0; i < count; i++) {
+      places[i] = slot ? slot[i] : starts[u.request] + first + i;
+      rows[i] = keys + places[i] * kv_row + nope;
+    }
     pack_values(rows, count, value, steps, values);
     Keys view;
     if (padded_k<T>(nope) == nope && padded_k<T>(rotary) == rotary) {
       view.parts = rotary > 0 ? 2 : 1;
-      place<T>(&view, 0, keys, kv_row * size, steps_of<T>(nope));
-      place<T>(&view, 1, tails, rope_row * size, steps_of<T>(rotary));
+      const int64_t before = copy_stride<T>(nope), behind = copy_stride<T>(rotary);
+      char* copy = scratch<char>(KEYS, BLOCK * (before + behind));
+      put(&view, 0, keys, kv_row, nope, places, count, copy, before);
+      put(&view, 1, rope, rope_row, rotary, places, count, copy + BLOCK * before, behind);
       return view;
     }
-    const int64_t width = nope + rotary, padded = padded_k<T>(width), stride = padded + 64 / size;
+    const int64_t size = sizeof(T), width = nope + rotary, padded = padded_k<T>(width), stride = padded + 64 / size;
     T* copy = scratch<T>(KEYS, BLOCK * stride);
     for (int64_t i = 0; i < count; i++) {
-      std::memcpy(copy + i * stride, keys + i * kv_row, size_t(nope * size));
-      std::memcpy(copy + i * stride + nope, tails + i * rope_row, size_t(rotary * size));
+      std::memcpy(copy + i * stride, keys + places[i] * kv_row, size_t(nope * size));
+      std::memcpy(copy + i * stride + nope, rope + places[i] * rope_row, size_t(rotary * size));
       std::memset(copy + i * stride + width, 0, size_t((padded - width) * size));
     }
     view.parts = 1;
     place<T>(&view, 0, copy, stride * size, steps_of<T>(width));
     return view;
   }
+
+  // A part of the keys: pieces in place where their rows follow each other, else copied.
+  static INLINE void put(Keys* keys, int part, const T* base, int64_t row, int64_t width, const int64_t* places,
+                         int64_t count, char* copy, int64_t stride) {
+    const int64_t size = sizeof(T), piece_rows = row_multiple(T{});
+    place<T>(keys, part, copy, stride, steps_of<T>(width));
+    for (int64_t first = 0, piece = 0; first < count; first += piece_rows, piece++) {
+      const int64_t last = std::min(first + piece_rows, count);
+      if (places[last - 1] - places[first] == last - 1 - first && in_order(places + first, last - first)) {
+        keys->data[part][piece] = reinterpret_cast<const char*>(base + places[first] * row);
+        keys->stride[part][piece] = row * size;
+        continue;
+      }
+      for (int64_t i = first; i < last; i++) std::memcpy(copy + i * stride, base + places[i] * row, size_t(width * size));
+    }
+  }
+  static bool in_order(const int64_t* places, int64_t count) {
+    for (int64_t i = 1; i < count; i++)
+      if (places[i] != places[0] + i) return false;
+    return true;
+  }
+
   void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
-    const T* at = kv + (starts[u.request] + first) * kv_row + u.group * kv_head;
-    add_rows(lines, at, kv_row, nope + value, nullptr, count);
+    const T* keys = kv + u.group * kv_head;
+    const int32_t* slot = slots(u, first);
+    if (slot) add_rows(lines, keys, kv_row, nope + value, slot, count);
+    else add_rows(lines, keys + (starts[u.request] + first) * kv_row, kv_row, nope + value, nullptr, count);
   }
 };
 
@@ -202,13 +238,13 @@ static void paged(int form, const T* q, int64_t q_token, int64_t q_head, const v
 
 template <class T>
 static void expanded(const T* q, int64_t q_token, int64_t q_head, const T* kv, int64_t kv_row, int64_t kv_head,
-                     const T* rope, int64_t rope_row, const Queries& queries, int64_t heads, int64_t nope,
-                     int64_t rotary, int64_t value, float scale, T* out) {
+                     const T* rope, int64_t rope_row, const Queries& queries, bool by_slots, int64_t heads,
+                     int64_t nope, int64_t rotary, int64_t value, float scale, T* out) {
   const Heads<T> h{q, q_token, q_head, out, heads * value, value, heads, 1, nope + rotary, value, scale};
   int64_t* starts = scratch<int64_t>(SHARED_STATS, queries.requests + 1);
   starts[0] = 0;
   for (int64_t r = 0; r < queries.requests; r++) starts[r + 1] = starts[r] + queries.contexts[r];
-  const ExpandedSource<T> source{starts, kv, rope, kv_row, kv_head, rope_row, nope, rotary, value};
+  const ExpandedSource<T> source{by_slots ? &queries : nullptr, starts, kv, rope, kv_row, kv_head, rope_row, nope, rotary, value};
   Attention<T, ExpandedSource<T>>(queries, h, source).run(128);
 }
 
@@ -261,15 +297,16 @@ API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_
           scale, OUT(float, out));
 }
 
+// `by_slots`: a context token is row slots[...] of kv and rope, as a paged one would be.
 API void moe_expanded(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* kv, int64_t kv_row,
-                      int64_t kv_head, const void* rope, int64_t rope_row, const Queries* queries, int64_t heads,
-                      int64_t nope, int64_t rotary, int64_t value, float scale, void* out) {
+                      int64_t kv_head, const void* rope, int64_t rope_row, const Queries* queries, int by_slots,
+                      int64_t heads, int64_t nope, int64_t rotary, int64_t value, float scale, void* out) {
   if (is_bf16)
-    expanded(IN(bf16, q), q_token, q_head, IN(bf16, kv), kv_row, kv_head, IN(bf16, rope), rope_row, *queries, heads,
-             nope, rotary, value, scale, OUT(bf16, out));
+    expanded(IN(bf16, q), q_token, q_head, IN(bf16, kv), kv_row, kv_head, IN(bf16, rope), rope_row, *queries, by_slots,
+             heads, nope, rotary, value, scale, OUT(bf16, out));
   else
-    expanded(IN(float, q), q_token, q_head, IN(float, kv), kv_row, kv_head, IN(float, rope), rope_row, *queries, heads,
-             nope, rotary, value, scale, OUT(float, out));
+    expanded(IN(float, q), q_token, q_head, IN(float, kv), kv_row, kv_head, IN(float, rope), rope_row, *queries, by_slots,
+             heads, nope, rotary, value, scale, OUT(float, out));
 }
 
 // Rows of every request's context, one behind the other. Strides and width in bytes.
