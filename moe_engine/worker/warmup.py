@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepPlan
 from moe_engine.worker.runner import ModelRunner
@@ -35,6 +36,20 @@ def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
     runner.rows.last_token.zero_()
     runner.kv_pool.clear_dummy_page()
     runner.stream.synchronize()
+
+
+def compile_regions(runner: ModelRunner, regions: Regions) -> None:
+    """Has torch compile its regions for decodes of several tokens, as `warm_up` did for those of one."""
+    rows = [_ROW, _ROW + 1]
+    if runner.rows.max_rows < len(rows) or not regions.serves(len(rows)):
+        return
+    new = [replace(_request(1, _GREEDY), row=row) for row in rows]
+    first = replace(_plan(0, 1), rows=rows, starts=[0, 0], counts=[1, 1], samples=[True, True], slots=[0, 0])
+    runner.execute(replace(first, input_ids=[0, 0], new_rows=new))
+    runner.execute(replace(first, starts=[1, 1], num_decodes=len(rows)))
+    runner.execute(StepPlan(number=-1, finished_rows=rows))
+    runner.rows.last_token.zero_()
+    runner.kv_pool.clear_dummy_page()
 
 
 def compile_kernels(backends: Backends, shapes: StepShapes) -> int:
