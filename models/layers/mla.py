@@ -187,7 +187,7 @@ class MLAAttention:
             q = self._q(hidden)
         else:
             down, kv_a = kv_a[:, : -mla.cache_width], kv_a[:, -mla.cache_width :]
-            q = self._q(self._q_norm(down))
+            q = self._q.normed(self._q_norm, down)
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
     def _absorbed(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
