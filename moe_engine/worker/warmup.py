@@ -44,9 +44,19 @@ def compile_regions(runner: ModelRunner, regions: Regions) -> None:
     if runner.rows.max_rows < len(rows) or not regions.serves(len(rows)):
         return
     new = [replace(_request(1, _GREEDY), row=row) for row in rows]
-    first = replace(_plan(0, 1), rows=rows, starts=[0, 0], counts=[1, 1], samples=[True, True], slots=[0, 0])
-    runner.execute(replace(first, input_ids=[0, 0], new_rows=new))
-    runner.execute(replace(first, starts=[1, 1], num_decodes=len(rows)))
+    step = replace(_plan(0, 1), rows=rows, starts=[0, 0], counts=[1, 1], samples=[True, True], slots=[0, 0])
+    prompts = replace(step, input_ids=[0, 0], new_rows=new)
+    runner.execute(prompts)
+    runner.execute(replace(step, starts=[1, 1], num_decodes=len(rows), input_ids=[]))
+    if runner.speculation is not None:
+        config = runner.speculation.config
+        depth = config.num_steps
+        runner.execute(replace(prompts, speculation=Speculation(follow=True)))
+        reserved = [RowWrite(row, 1, [0] * (2 * config.num_slots(depth))) for row in rows]
+        drafts = Speculation(depth, follow=True, reserved=reserved)
+        counts = [config.num_nodes(depth)] * len(rows)
+        verified = replace(step, starts=[1, 1], counts=counts, slots=[], input_ids=[], num_decodes=len(rows))
+        runner.execute(replace(verified, speculation=drafts))
     runner.execute(StepPlan(number=-1, finished_rows=rows))
     runner.rows.last_token.zero_()
     runner.kv_pool.clear_dummy_page()

@@ -52,18 +52,20 @@ def _traced() -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafts", "regions"), [("deepseek_v3", 2, 6), ("qwen3", 0, 4)]
+    ("kind", "drafts", "regions"), [("deepseek_v3", 2, 6), ("qwen3 drafted by llama", 2, 6)]
 )
 def test_compiled_decodes_make_the_same_tokens(
     kind: str, drafts: int, regions: int, traced_only: None, tmp_path: Path
 ) -> None:
     """Steps of more requests than are compiled run as well; so do prompts, and steps recorded as graphs."""
-    path = agreeing_checkpoint(kind, tmp_path / "model", 3, num_mtp_layers=int(bool(drafts)))
+    kind, _, small = kind.partition(" drafted by ")
+    path = agreeing_checkpoint(kind, tmp_path / "model", 3, **({} if small else {"num_mtp_layers": 1}))
     flags: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "moe_runner_backend": "torch"}
     flags |= {"max_total_tokens": 2048, "max_running_requests": 7, "cpu_threads": 1}
-    if drafts:
-        flags |= {"speculative_algorithm": "NEXTN", "speculative_num_steps": drafts, "speculative_eagle_topk": 1}
-        flags["speculative_num_draft_tokens"] = drafts + 1
+    flags |= {"speculative_algorithm": "STANDALONE" if small else "NEXTN", "speculative_num_steps": drafts}
+    flags |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": drafts + 1}
+    if small:
+        flags["speculative_draft_model_path"] = str(agreeing_checkpoint(small, tmp_path / "small", 3))
     inside = {"linear_backend": "torch", "ops_backend": "torch"}
     plain = InProcessEngine(path, tmp_path / "board", **flags, **inside)
     try:
@@ -75,14 +77,14 @@ def test_compiled_decodes_make_the_same_tokens(
     try:
         made = _traced() - before
         assert made == guard.compilations_before_ready()[0]
-        assert regions <= made <= 2 * regions  # with 1 token and with several; MTP layers may differ from the model's
+        assert regions <= made <= 2 * regions  # with 1 token and with several; drafters may differ
         compiled = [layer for layer in engine.worker.runner.model.layers if isinstance(layer, CompiledLayer)]
         assert len(compiled) == 3 and engine.worker.info.choices[0].row.name == "torch"
         runner = engine.worker.runner
         for recorded in (False, True):
             if recorded:
                 runner.attention = ReplayableTorch(runner.attention)
-                settings = GraphSettings((1, 3, 6), counts=(1, drafts + 1) if drafts else (1,))
+                settings = GraphSettings((1, 3, 6), counts=(1, drafts + 1))
                 assert record_steps(runner, settings, backend=FakeGraphs()) == settings.num_graphs
             found = engine.run(_script(5))
             assert {rid: answer.token_ids for rid, answer in found.items()} == {
