@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
+LEAST_CHUNK = 1 << 15
+"""Numbers of a loop that are worth a thread on a CPU: waking one for torch's 512 costs more than a decode's loops."""
+
+
 class Regions:
     """
     Args:
@@ -65,7 +69,8 @@ class Regions:
         own = FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
         )
-        compiled = torch.compile(own, fullgraph=True, backend=self._backend)
+        options: Any = {"cpp.min_chunk_size": LEAST_CHUNK} if self._backend == "inductor" else None
+        compiled = torch.compile(own, fullgraph=True, backend=self._backend, options=options)
 
         def call(*args: Any) -> Any:
             if not self.sealed:

@@ -277,7 +277,6 @@ def _prepare(
     )
     draft_bytes = 0
     if speculation is not None:
-        draft_config = options.draft_config
         draft_options = DraftOptions(
             model_path=options.model_path,
             model_config=config,
@@ -287,8 +286,8 @@ def _prepare(
             dummy_seed=options.dummy_seed,
             progress=progress,
             deterministic=options.deterministic,
-            draft_config=draft_config,
-            draft_backends=kernels_for(options, draft_config, regions) if draft_config is not None else None,
+            draft_config=options.draft_config,
+            draft_backends=kernels_for(options, options.draft_config, regions) if options.draft_config else None,
         )
         draft_bytes = add_speculation(runner, speculation, draft_options)
     warm_up(runner)
