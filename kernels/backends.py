@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the protocols import torch; choosing does not need it
     from moe_engine.kernels.linear.protocol import LinearKernel
     from moe_engine.kernels.ops.protocol import Ops
     from moe_engine.kernels.sampling.protocol import SamplingKernel
+    from moe_engine.kernels.torch_regions import Regions
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Backends:
     attention: MLABackend | GQABackend
     sampling: SamplingKernel
     choices: tuple[Choice, ...]
+    regions: Regions | None = None
+    """What compiles the stretches between kernels, where ops and linear are torch's own (--enable-torch-compile)."""
 
 
 def choose(device: Device, need: Need, asked: Mapping[str, str] | None = None) -> tuple[Choice, ...]:

@@ -21,13 +21,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Need:
-    """What the model and the launch ask of a backend: the activation dtype's name and the kinds of work."""
+    """What the model and the launch ask of a backend: the activation dtype's name and the kinds of work.
+
+    `deterministic`: a token's bits must not depend on what else is in the batch.
+    """
 
     dtype: str
     kv_dtype: str = "auto"
     attention: str = "mla"
     page_size: int = 1
     dims: tuple[tuple[str, int], ...] = ()
+    deterministic: bool = False
 
 
 @lru_cache

@@ -16,27 +16,32 @@ from moe_engine.kernels.device import Device, Need
 
 @dataclass(frozen=True)
 class Row:
-    """One backend of a family. `why_not` returns the reason for a refusal, or None; it must not import the backend."""
+    """One backend of a family. `why_not` returns the reason for a refusal, or None; it must not import the backend.
+
+    `takes` names the fields of `Need` that its constructor takes, by keyword.
+    """
 
     name: str
     target: str
     preference: int
     why_not: Callable[[Device, Need], str | None]
+    takes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The row taken, why, and why each other was not."""
+    """The row taken, why, why each other was not, and what its constructor is told of the launch."""
 
     family: str
     row: Row
     reason: str
     refused: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, *args: Any, **kwargs: Any) -> Any:
+    def build(self) -> Any:
         """Imports the row's module and makes the backend."""
         module, _, name = self.row.target.partition(":")
-        return getattr(import_module(module), name)(*args, **kwargs)
+        return getattr(import_module(module), name)(**self.options)
 
 
 def select(family: str, rows: list[Row], asked: str, device: Device, need: Need) -> Choice:
@@ -45,6 +50,10 @@ def select(family: str, rows: list[Row], asked: str, device: Device, need: Need)
     Raises:
         ValueError: with the reason, when the row asked for is unknown or cannot run here.
     """
+
+    def choice(row: Row, reason: str, refused: dict[str, str]) -> Choice:
+        return Choice(family, row, reason, refused, {name: getattr(need, name) for name in row.takes})
+
     refusals = {row.name: row.why_not(device, need) for row in rows}
     by_name = {row.name: row for row in rows}
     if asked != "auto":
@@ -53,10 +62,10 @@ def select(family: str, rows: list[Row], asked: str, device: Device, need: Need)
         if refusals[asked]:
             raise ValueError(f"{family} backend {asked!r} cannot run here: {refusals[asked]}")
         others = {n: why or "not asked for" for n, why in refusals.items() if n != asked}
-        return Choice(family, by_name[asked], "asked for", others)
+        return choice(by_name[asked], "asked for", others)
     able = sorted((row for row in rows if refusals[row.name] is None), key=lambda row: -row.preference)
     if not able:
         raise ValueError(f"no {family} backend can run here: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
     best = able[0]
     others = {n: why or f"less preferred than {best.name}" for n, why in refusals.items() if n != best.name}
-    return Choice(family, best, f"most preferred of {len(able)} that can run on {device.kind}", others)
+    return choice(best, f"most preferred of {len(able)} that can run on {device.kind}", others)

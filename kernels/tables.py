@@ -61,8 +61,9 @@ LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinea
 EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonExperts", 20, _triton))
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
-MLA.append(Row("triton", "moe_engine.kernels.attention.triton_attention:TritonMLA", 20, _triton_with_cache))
-GQA.append(Row("triton", "moe_engine.kernels.attention.triton_attention:TritonGQA", 20, _triton_with_cache))
+_TRITON_ATTENTION = "moe_engine.kernels.attention.triton_attention"
+MLA.append(Row("triton", f"{_TRITON_ATTENTION}:TritonMLA", 20, _triton_with_cache, ("deterministic",)))
+GQA.append(Row("triton", f"{_TRITON_ATTENTION}:TritonGQA", 20, _triton_with_cache, ("deterministic",)))
 
 # Libraries that may be installed beside the project; where they run they are preferred, having been tuned for it.
 LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm))

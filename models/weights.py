@@ -154,8 +154,7 @@ class WeightReader:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        self._check(name, shape, FLOATS)
-        part = self._open(name, rows, cols)
+        part = self._part(name, shape, FLOATS, rows, cols)
         if out is None:
             out = torch.empty(part.shape, dtype=dtype or self.dtype, device=self.device)
         _copy(out, part)
@@ -175,8 +174,7 @@ class WeightReader:
         scale_name = scale_of(name, self._files)
         if scale_name is None:
             return self.tensor(name, shape, rows=rows, cols=cols, out=out)
-        self._check(name, shape, (*FP8, *FLOATS))
-        part = self._open(name, rows, cols)
+        part = self._part(name, shape, (*FP8, *FLOATS), rows, cols)
         if out is None:
             out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
         dequantise_into(out, part, self._scale(scale_name, shape), self._block, rows, cols)
@@ -203,8 +201,7 @@ class WeightReader:
         name = prefix + ".weight"
         scale_name = scale_of(name, self._files)
         assert scale_name is not None
-        self._check(name, shape, FP8)
-        part = self._open(name, rows, cols)
+        part = self._part(name, shape, FP8, rows, cols)
         if out is None:
             out = BlockWeight.empty(part.shape[0], part.shape[1], self.device, self.power_of_two)
         out.scales.copy_(_cut(self._scale(scale_name, shape), _in_blocks(rows), _in_blocks(cols)))
@@ -227,8 +224,7 @@ class WeightReader:
     def _scale(self, name: str, shape: tuple[int, int]) -> Tensor:
         """The scale grid in float32. uint8 holds e8m0 bytes: value 2^(byte - 127)."""
         grid = (-(-shape[0] // self._block[0]), -(-shape[1] // self._block[1]))
-        self._check(name, grid, SCALES)
-        raw = self._open(name)
+        raw = self._part(name, grid, SCALES)
         scale = (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).to(torch.float32, copy=True)
         self._done(name, raw.numel() * raw.element_size())
         return scale
@@ -255,7 +251,12 @@ class WeightReader:
                 "use a bf16 or block-FP8 checkpoint"
             )
 
-    def _open(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+    def _part(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], rows: slice | None = None,
+        cols: slice | None = None,
+    ) -> Tensor:  # fmt: skip
+        """A view of the slices of a tensor of that shape and one of these dtypes."""
+        self._check(name, shape, dtypes)
         self._files[name].prefetch(name, rows, cols)
         return _cut(self._files[name].view(name), rows, cols)
 

@@ -12,7 +12,8 @@ Attention = TypeVar("Attention", MLAConfig, GQAConfig)
 
 
 def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
-    """What can be cut. Weights are dequantised on load, so that any width can be parted. Copies of experts count."""
+    """What can be cut. Copies of experts count. Any width can be parted: a block-FP8 weight that a cut would leave with
+    parts of blocks is dequantised on load, others stay as they are where a kernel multiplies with them."""
     attention, moe = config.attention, config.moe if config.is_moe else None
     return ModelWidths(
         num_heads=attention.num_heads,

@@ -155,6 +155,15 @@ class GraphSettings:
         return max(self.sizes, default=0) * max(self.counts)
 
 
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """Which steps torch compiles: decodes of up to `max_tokens`; 0: none. `folder` keeps compiled code, empty: that of
+    the environment, or the engine's own."""
+
+    max_tokens: int = 0
+    folder: str = ""
+
+
 class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1

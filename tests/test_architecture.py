@@ -56,6 +56,7 @@ TOUCHES_CUDA = {"kernels/device.py", "moe_engine/config/machine.py", "moe_engine
 TESTS_DEVICE_TYPE = {"moe_engine/worker/device_stream.py"}
 READS_ENVIRONMENT = {
     "kernels/cpu/library.py",
+    "kernels/torch_regions.py",
     "moe_engine/cluster_check/command.py",
     "moe_engine/config/doctor.py",
     "moe_engine/config/launch_plan.py",

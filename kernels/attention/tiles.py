@@ -8,6 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_engine.kernels.attention.kv_format import FP8_RANGE, PLAIN
+
+_PLAIN, _RANGE = tl.constexpr(PLAIN), tl.constexpr(FP8_RANGE)
+
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: the running maximum of a row that has seen nothing yet."""
 
@@ -20,6 +24,16 @@ def columns(base, rows, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED:
     if PADDED:
         return tl.load(place, mask=(column < WIDTH)[None, :], other=0.0)
     return tl.load(place)
+
+
+@triton.jit
+def stored_numbers(values, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """What a cache row of that form holds: bytes of FP8 rows as DTYPE numbers, not yet scaled; others as they are."""
+    if FORM == _RANGE:
+        values = values.to(tl.float8e5, bitcast=True).to(DTYPE)
+    elif FORM != _PLAIN:
+        values = values.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return values
 
 
 @triton.jit

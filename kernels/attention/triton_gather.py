@@ -20,6 +20,7 @@ from moe_engine.kernels.attention.latent_records import (
     scales_offset,
 )
 from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.tiles import stored_numbers
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
@@ -47,9 +48,9 @@ def gather_kernel(
     live = whole[:, None] & (column < LATENT + ROTARY)[None, :]
     values = tl.load(cache + offset[:, None] + column[None, :], live, 0)
     if FORM == _RANGE:
-        values = values.to(tl.float8e5, bitcast=True).to(tl.float32)
+        values = stored_numbers(values, FORM, tl.float32)
     elif FORM > 0:
-        numbers = values.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        numbers = stored_numbers(values, FORM, tl.float32)
         floats = cache.to(tl.pointer_type(tl.float32)) + (offset // 4)[:, None]
         in_latent = (column < LATENT)[None, :]
         if FORM == _TOKEN:

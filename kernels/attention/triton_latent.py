@@ -27,7 +27,7 @@ from moe_engine.kernels.attention.latent_records import (
 )
 from moe_engine.kernels.attention.protocol import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
-from moe_engine.kernels.attention.tiles import LOWEST, columns, finish, hide, next_slots, softmax_step
+from moe_engine.kernels.attention.tiles import LOWEST, columns, finish, hide, next_slots, softmax_step, stored_numbers
 from moe_engine.kernels.attention.triton_merge import merge_partials
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
@@ -36,7 +36,6 @@ LOG2_E = 1.4426950408889634
 
 _RECORD = tl.constexpr(RECORD)
 _TOKEN, _GROUPS, _GROUP = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(GROUP)
-_RANGE = tl.constexpr(FP8_RANGE)
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,14 @@ def _latent_part(
 ):  # fmt: skip
     """[N, WIDTH] DTYPE: numbers [first, first + WIDTH) of the latent at `cache + offset`, scaled in `FP8_GROUPS`."""
     values = columns(cache, offset, first, LATENT, WIDTH, PADDED)
-    if FORM == _TOKEN:
-        values = values.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    if FORM == _RANGE:
-        values = values.to(tl.float8e5, bitcast=True).to(DTYPE)
-    if FORM == _GROUPS:
+    if FORM != _GROUPS:
+        values = stored_numbers(values, FORM, DTYPE)
+    else:
         floats = cache.to(tl.pointer_type(tl.float32)) + (offset // 4)[:, None]
         NUM: tl.constexpr = WIDTH // _GROUP if WIDTH > _GROUP else 1
         group = first // _GROUP + tl.arange(0, NUM)
         scale = tl.load(floats + LATENT // 4 + group[None, :])
-        numbers = values.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        numbers = stored_numbers(values, FORM, tl.float32)
         if NUM == 1:
             values = (numbers * scale).to(DTYPE)
         else:
@@ -111,11 +108,7 @@ def _rotary_part(
         halves = cache.to(tl.pointer_type(tl.bfloat16)) + LATENT // 2 + LATENT // _GROUP * 2
         values = columns(halves, offset // 2, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P).to(DTYPE)
     else:
-        values = columns(cache + LATENT, offset, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P)
-        if FORM == _TOKEN:
-            values = values.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-        if FORM == _RANGE:
-            values = values.to(tl.float8e5, bitcast=True).to(DTYPE)
+        values = stored_numbers(columns(cache + LATENT, offset, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P), FORM, DTYPE)
     return values
 
 

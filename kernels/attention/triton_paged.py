@@ -18,7 +18,7 @@ from moe_engine.kernels.attention.head_records import form_of
 from moe_engine.kernels.attention.kv_format import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
 from moe_engine.kernels.attention.protocol import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
-from moe_engine.kernels.attention.tiles import LOWEST, columns, finish, hide, next_slots, softmax_step
+from moe_engine.kernels.attention.tiles import LOWEST, columns, finish, hide, next_slots, softmax_step, stored_numbers
 from moe_engine.kernels.attention.triton_merge import merge_partials
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
@@ -26,7 +26,7 @@ from moe_engine.kernels.triton.launch import element
 LOG2_E = 1.4426950408889634
 
 _RECORD = tl.constexpr(RECORD)
-_TOKEN, _RANGE = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_RANGE)
+_TOKEN = tl.constexpr(FP8_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,7 @@ def _head_rows(
     cache, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """[N, BLOCK] DTYPE: the numbers of a head's rows at `cache + offset`, not yet scaled."""
-    rows = columns(cache, offset, 0, WIDTH, BLOCK, WIDTH != BLOCK)
-    if FORM == _TOKEN:
-        rows = rows.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    if FORM == _RANGE:
-        rows = rows.to(tl.float8e5, bitcast=True).to(DTYPE)
-    return rows
+    return stored_numbers(columns(cache, offset, 0, WIDTH, BLOCK, WIDTH != BLOCK), FORM, DTYPE)
 
 
 @triton.jit

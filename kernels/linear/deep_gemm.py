@@ -5,6 +5,7 @@ Legend: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ class Blocks:
 
 
 class DeepGemmLinear(TorchLinear):
-    """`LinearKernel`, `BlockScaledLinear` and `WarmsUp`; results are bf16.
+    """`LinearKernel`, `BlockScaledLinear`, `WarmsUp`, and for FP8 `NormedLinear` and `FusedMLP`; results are bf16.
 
     Args:
         deep_gemm: the library; default: the installed one.
@@ -61,9 +62,27 @@ class DeepGemmLinear(TorchLinear):
             return super().run(x, weight)
         if x.dtype != torch.bfloat16 or x.shape[1] != weight.in_features:
             raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a weight of {weight.in_features} in-features")
-        out = x.new_empty(x.shape[0], weight.out_features)
-        if len(x):
-            self._gemm.dense(self._gemm.rows(x, data.power_of_two), data.operand, out)
+        return self._product(lambda: self._gemm.rows(x, data.power_of_two), weight, x)
+
+    def takes_norm(self, weight: PreparedLinear) -> bool:
+        return isinstance(weight.data, Blocks)
+
+    def run_normed(self, x: Tensor, norm: Tensor, eps: float, weight: PreparedLinear) -> Tensor:
+        return self._product(lambda: self._gemm.normed(x, norm, eps, weight.data.power_of_two), weight, x)
+
+    def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
+        return isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)
+
+    def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
+        """The activation between the two products is quantised where it is computed."""
+        inner = self.run(x, gate_up)  # [T, 2I]
+        return self._product(lambda: self._gemm.silu_mul(inner, down.data.power_of_two), down, x)
+
+    def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, like: Tensor) -> Tensor:
+        """The rows of T tokens, as many as `like` has, times a weight in FP8: [T, N]."""
+        out = like.new_empty(len(like), weight.out_features)
+        if len(like):
+            self._gemm.dense(rows(), weight.data.operand, out)
         return out if weight.bias is None else out.add_(weight.bias)
 
     def warm_up(self, shapes: StepShapes) -> int:

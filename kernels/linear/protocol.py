@@ -52,6 +52,17 @@ class BlockScaledLinear(Protocol):
 
 
 @runtime_checkable
+class NormedLinear(Protocol):
+    """A linear kernel that also normalises the rows it multiplies, in the pass that quantises them."""
+
+    def takes_norm(self, weight: PreparedLinear) -> bool:
+        """Whether this weight's rows can be normalised so."""
+
+    def run_normed(self, x: Tensor, norm: Tensor, eps: float, weight: PreparedLinear) -> Tensor:
+        """x [T, K] (rows may be strided), norm [K] -> (rms_norm(x) * norm) @ weight.T + bias, [T, N]."""
+
+
+@runtime_checkable
 class FusedMLP(Protocol):
     """A linear kernel that also runs a gated MLP in one call."""
 

@@ -14,11 +14,12 @@ from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.quantization.reference import dequantize_weight
-from moe_engine.kernels.quantization.triton_rows import quantize_rows, silu_mul_quantize
+from moe_engine.kernels.quantization.triton_rows import quantize_rows, rms_norm_quantize, silu_mul_quantize
 
 
 class TritonLinear(TorchLinear):
-    """`LinearKernel`, `BlockScaledLinear` and `FusedMLP` (for FP8). Plain weights go to torch, which calls cuBLAS."""
+    """`LinearKernel`, `BlockScaledLinear`, and for FP8 `NormedLinear` and `FusedMLP`. Plain weights go to torch, which
+    calls cuBLAS."""
 
     name = "triton"
 
@@ -34,6 +35,13 @@ class TritonLinear(TorchLinear):
         if not isinstance(weight.data, BlockWeight):
             return super().run(x, weight)
         return block_gemm(quantize_rows(x, weight.data.power_of_two), weight.data, x.dtype, weight.bias)
+
+    def takes_norm(self, weight: PreparedLinear) -> bool:
+        return isinstance(weight.data, BlockWeight)
+
+    def run_normed(self, x: Tensor, norm: Tensor, eps: float, weight: PreparedLinear) -> Tensor:
+        _, rows = rms_norm_quantize(x, norm, eps, power_of_two=weight.data.power_of_two, keep=False)
+        return block_gemm(rows, weight.data, x.dtype, weight.bias)
 
     def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
         return isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)

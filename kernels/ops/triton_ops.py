@@ -6,21 +6,14 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.kv_format import PLAIN
-from moe_engine.kernels.ops import triton_norm, triton_rotary, triton_router
+from moe_engine.kernels.ops import triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
-from moe_engine.kernels.ops.reference import TorchOps
 
 
 class TritonOps:
-    """`Ops` on a GPU; nothing waits for the device, and no shape that varies by step becomes a new kernel.
-
-    FP8 cache rows are packed by torch: several launches, where a cache in the activation dtype takes one.
-    """
+    """`Ops` on a GPU; nothing waits for the device, and no shape that varies by step becomes a new kernel."""
 
     name = "triton"
-
-    def __init__(self) -> None:
-        self._torch = TorchOps()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)
@@ -47,13 +40,15 @@ class TritonOps:
         slots: Tensor,
         cache: Tensor,
     ) -> None:
-        plain = latent_records.form_of(cache, weight.shape[0], table.width) == PLAIN
-        write = triton_rotary.write_latent if plain else self._torch.write_latent
-        write(kv_a, weight, eps, positions, table, slots, cache)
+        form = latent_records.form_of(cache, weight.shape[0], table.width)
+        if form == PLAIN:
+            triton_rotary.write_latent(kv_a, weight, eps, positions, table, slots, cache)
+        else:
+            triton_fp8_cache.write_latent(kv_a, weight, eps, positions, table, slots, cache, form)
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        plain = all(head_records.form_of(cache, k.shape[-1]) == PLAIN for cache in (k_cache, v_cache))
-        (triton_rotary.write_kv if plain else self._torch.write_kv)(k, v, slots, k_cache, v_cache)
+        plain = head_records.form_of(k_cache, k.shape[-1]) == PLAIN
+        (triton_rotary if plain else triton_fp8_cache).write_kv(k, v, slots, k_cache, v_cache)
 
     def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
         return triton_router.route(x, gate, bias, spec)

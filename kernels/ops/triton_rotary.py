@@ -56,6 +56,29 @@ def rotate_kernel(
         tl.store(upper, second.to(kind), live)
 
 
+@triton.jit
+def normed_latent(source, weight, column, eps, LATENT: tl.constexpr):
+    """RMSNorm of the LATENT numbers at `source`, in their dtype; zeros behind them."""
+    kind = source.dtype.element_ty
+    latent = tl.load(source + column, column < LATENT, 0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps)
+    normed = (latent * scale).to(kind).to(tl.float32)
+    return (normed * tl.load(weight + column, column < LATENT, 0.0).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def turned_pairs(source, table, pair, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(first, second, place of the first, of the second) of the pairs of WIDTH channels at `source`, rotated."""
+    live = pair < WIDTH // 2
+    cos, sin = tl.load(table + pair, live, 0.0), tl.load(table + WIDTH // 2 + pair, live, 0.0)
+    if INTERLEAVED:  # one short row: two strided loads cost no more than a shuffle
+        lower, upper = 2 * pair, 2 * pair + 1
+    else:
+        lower, upper = pair, pair + WIDTH // 2
+    first, second = _turn(tl.load(source + lower, live, 0.0), tl.load(source + upper, live, 0.0), cos, sin)
+    return first, second, lower, upper
+
+
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def write_latent_kernel(
     kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps,
@@ -69,23 +92,13 @@ def write_latent_kernel(
     kind = cache.dtype.element_ty
 
     column = tl.arange(0, BLOCK_C)
-    latent = tl.load(source + column, column < LATENT, 0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps)
-    normed = (latent * scale).to(kv_a.dtype.element_ty).to(tl.float32)
-    scaled = normed * tl.load(weight + column, column < LATENT, 0.0).to(tl.float32)
-    tl.store(target + column, scaled.to(kv_a.dtype.element_ty).to(kind), column < LATENT)
-
+    tl.store(target + column, normed_latent(source, weight, column, eps, LATENT).to(kind), column < LATENT)
     pair = tl.arange(0, BLOCK_R // 2)
     live = pair < WIDTH // 2
-    table = cos_sin + tl.load(positions + token) * WIDTH + pair
-    cos, sin = tl.load(table, live, 0.0), tl.load(table + WIDTH // 2, live, 0.0)
-    if INTERLEAVED:  # one short row: two strided loads cost no more than a shuffle
-        lower, upper = LATENT + 2 * pair, LATENT + 2 * pair + 1
-    else:
-        lower, upper = LATENT + pair, LATENT + pair + WIDTH // 2
-    first, second = _turn(tl.load(source + lower, live, 0.0), tl.load(source + upper, live, 0.0), cos, sin)
-    tl.store(target + lower, first.to(kind), live)
-    tl.store(target + upper, second.to(kind), live)
+    table = cos_sin + tl.load(positions + token) * WIDTH
+    first, second, lower, upper = turned_pairs(source + LATENT, table, pair, WIDTH, INTERLEAVED)
+    tl.store(target + LATENT + lower, first.to(kind), live)
+    tl.store(target + LATENT + upper, second.to(kind), live)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)

@@ -28,15 +28,17 @@ def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
 
 
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False
-) -> tuple[Tensor, QuantizedRows]:
-    """residual += x in place where there is one, then RMSNorm: normed [M, K] in x's dtype, and the same quantised."""
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
+    keep: bool = True,
+) -> tuple[Tensor | None, QuantizedRows]:  # fmt: skip
+    """residual += x in place where there is one, then RMSNorm: normed [M, K] in x's dtype (None unless `keep`), and the
+    same quantised."""
     if residual is not None:
         x = residual.add_(x)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     normed = (normed.to(x.dtype) * weight).to(x.dtype)
-    return normed, quantize_rows(normed, power_of_two)
+    return normed if keep else None, quantize_rows(normed, power_of_two)
 
 
 def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows:

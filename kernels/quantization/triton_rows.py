@@ -83,9 +83,9 @@ def silu_mul_quantize_kernel(
 def rms_norm_quantize_kernel(
     x, residual, weight, normed, out, scales, scale_stride, eps,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, as [BLOCKS, 128]; BLOCKS is a power of two. `normed` keeps the row in x's dtype."""
+    """One row a program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -98,10 +98,11 @@ def rms_norm_quantize_kernel(
         tl.store(stream, rounded, mask=mask)
         value = rounded.to(tl.float32)
     mean = tl.sum(tl.sum(value * value, axis=1), axis=0) / WIDTH
-    value = (value * tl.rsqrt(mean + eps)).to(normed.dtype.element_ty).to(tl.float32)
+    value = (value * tl.rsqrt(mean + eps)).to(x.dtype.element_ty).to(tl.float32)
     value *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-    rounded = value.to(normed.dtype.element_ty)
-    tl.store(normed + row * WIDTH + cols, rounded, mask=mask)
+    rounded = value.to(x.dtype.element_ty)
+    if KEEP:
+        tl.store(normed + row * WIDTH + cols, rounded, mask=mask)
     numbers, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
     tl.store(out + row * WIDTH + cols, numbers, mask=mask)
     tl.store(scales + blocks * scale_stride + row, scale, mask=blocks * _BLOCK < WIDTH)
@@ -140,19 +141,22 @@ def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedR
 
 
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False
-) -> tuple[Tensor, QuantizedRows]:
-    """residual += x in place where there is one (contiguous [M, K]); returns RMSNorm of it [M, K], and it quantised."""
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
+    keep: bool = True,
+) -> tuple[Tensor | None, QuantizedRows]:  # fmt: skip
+    """residual += x in place where there is one (contiguous [M, K]); returns RMSNorm of it [M, K] (None unless `keep`),
+    and it quantised."""
     if residual is not None and not residual.is_contiguous():
         raise ValueError("rms_norm_quantize adds to a contiguous residual stream")
     x = _lines(x)
     m, k = x.shape
-    rows, normed = QuantizedRows.empty(m, k, x.device), torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = QuantizedRows.empty(m, k, x.device)
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format) if keep else None
     if m:
         rms_norm_quantize_kernel[(m,)](
             x, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
             WIDTH=k, X_STRIDE=_stride(x), BLOCKS=_norm_blocks(k), HAS_RESIDUAL=residual is not None,
-            POWER_OF_TWO=power_of_two, num_warps=_norm_warps(k),
+            POWER_OF_TWO=power_of_two, KEEP=keep, num_warps=_norm_warps(k),
         )  # fmt: skip
     return normed, rows
 
@@ -194,11 +198,13 @@ def aot_cases() -> list[AotCase]:
         constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True}
         signature = {"gate_up": "*bf16", "num_rows": "i32", **pointers}
         cases.append(AotCase(f"fp8_silu_mul_{width}", silu_mul_quantize_kernel, signature, constants, 4, 3, False))
-    for width, has_residual in ((1536, False), (7168, True)):
+    for width, has_residual, keep in ((1536, False, False), (1536, False, True), (7168, True, True)):
         constants = {"WIDTH": width, "X_STRIDE": width, "BLOCKS": _norm_blocks(width), "POWER_OF_TWO": False}
-        signature = {"x": "*bf16", "weight": "*fp32", "normed": "*bf16", "eps": "fp32", **pointers}
+        signature = {"x": "*bf16", "weight": "*fp32", "eps": "fp32", **pointers}
+        constants |= {"KEEP": keep} | ({} if keep else {"normed": None})
+        signature |= {"normed": "*bf16"} if keep else {}
         constants |= {"HAS_RESIDUAL": has_residual} | ({} if has_residual else {"residual": None})
         signature |= {"residual": "*bf16"} if has_residual else {}
-        name = f"fp8_rms_norm_{width}"
+        name = f"fp8_rms_norm_{width}{'' if keep else '_alone'}"
         cases.append(AotCase(name, rms_norm_quantize_kernel, signature, constants, _norm_warps(width), 3, False))
     return cases

@@ -1,7 +1,8 @@
-"""Watches that nothing is compiled while requests wait: counts Triton's compilations, before READY and after.
+"""Watches that nothing is compiled while requests wait: counts compilations, before READY and after.
 
 Triton has one listener a process, so the counts are the process's. Whoever starts the engine calls `watch` before the
-first kernel and `ready` when warm-up is over; metrics read `compilations_after_ready`. Without Triton all stays 0.
+first kernel and `ready` when warm-up is over; metrics read `compilations_after_ready`. Other compilers (torch.compile)
+report to `note`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def watch() -> None:
     following = knobs.compilation.listener
 
     def listener(**event: Any) -> None:
-        _note(event["metadata"].get("name", "?"), event["times"].total / 1e6, event["cache_hit"])
+        note("Triton kernel " + event["metadata"].get("name", "?"), event["times"].total / 1e6, event["cache_hit"])
         if following is not None:
             following(**event)
 
@@ -61,7 +62,8 @@ def reset() -> None:
         _counts.late, _counts.late_seconds = [], 0.0
 
 
-def _note(name: str, seconds: float, cache_hit: bool) -> None:
+def note(name: str, seconds: float, cache_hit: bool) -> None:
+    """Something was compiled, or loaded for the first time."""
     with _counts.lock:
         if not _counts.is_ready:
             _counts.cached += cache_hit
@@ -70,7 +72,7 @@ def _note(name: str, seconds: float, cache_hit: bool) -> None:
         _counts.late.append(name)
         _counts.late_seconds += seconds
     how = "was loaded from the cache" if cache_hit else f"was compiled ({seconds:.2f} s)"
-    logger.warning("Triton kernel %s %s after READY: warm-up did not launch it with such arguments", name, how)
+    logger.warning("%s %s after READY: warm-up did not launch it with such arguments", name, how)
 
 
 def compilations_after_ready() -> int:

@@ -12,17 +12,18 @@ def deep_gemm(device: Device, need: Need) -> str | None:
 
 
 def flashinfer(device: Device, need: Need) -> str | None:
-    return probe.FLASHINFER.why_not(device, need) or _plain_cache("FlashInfer", need)
+    return _promises("FlashInfer", need) or probe.FLASHINFER.why_not(device, need) or _plain_cache("FlashInfer", need)
 
 
 def fa3(device: Device, need: Need) -> str | None:
-    return probe.FA3.why_not(device, need) or _plain_cache("FlashAttention 3", need)
+    name = "FlashAttention 3"
+    return _promises(name, need) or probe.FA3.why_not(device, need) or _plain_cache(name, need)
 
 
 def flash_mla(device: Device, need: Need) -> str | None:
     """bf16 and fp16 caches: Hopper, pages of 64 tokens. fp8_e4m3 caches (records of 656 bytes): also Blackwell, any
     page."""
-    reason = probe.FLASH_MLA.why_not(device, need)
+    reason = _promises("FlashMLA", need) or probe.FLASH_MLA.why_not(device, need)
     if reason is None and need.kv_dtype == E5M2:
         return f"FlashMLA reads FP8 records with scales (fp8_e4m3), not {need.kv_dtype}"
     if reason or _has_fp8_cache(need):
@@ -36,6 +37,13 @@ def flash_mla(device: Device, need: Need) -> str | None:
 
 def flashinfer_sampling(device: Device, need: Need) -> str | None:
     return probe.FLASHINFER_SAMPLING.why_not(device, need)
+
+
+def _promises(name: str, need: Need) -> str | None:
+    """Attention libraries cut contexts by what else is in the batch."""
+    if not need.deterministic:
+        return None
+    return f"{name} does not promise that a token's bits are the same in every batch (--enable-deterministic-inference)"
 
 
 def _has_fp8_cache(need: Need) -> bool:

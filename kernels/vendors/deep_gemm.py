@@ -34,6 +34,11 @@ class Quantization(Protocol):
 
     def silu_mul_quantize(self, gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
 
+    def rms_norm_quantize(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
+        keep: bool = True,
+    ) -> tuple[Tensor | None, QuantizedRows]: ...  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -97,6 +102,11 @@ class DeepGemm:
     def silu_mul(self, gate_up: Tensor, power_of_two: bool) -> Operand:
         """gate_up [M, 2I], gate first -> silu(gate) * up, quantised."""
         return self._operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents))
+
+    def normed(self, x: Tensor, norm: Tensor, eps: float, power_of_two: bool) -> Operand:
+        """RMSNorm of x [M, K], quantised."""
+        exponents = power_of_two or self.exponents
+        return self._operand(self._quantization.rms_norm_quantize(x, norm, eps, None, exponents, False)[1])
 
     def _operand(self, rows: QuantizedRows) -> Operand:
         """Hopper's kernels read the columns as the quantisers write them; Blackwell's packing reads lines."""

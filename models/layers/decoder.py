@@ -18,6 +18,7 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.footprint import held_bytes
+from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.embedding import Embedding, Head
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rope import make_rotary_table
@@ -81,7 +82,7 @@ class Decoder:
         norms = [self.make_norm(reader, f"{name}.input_layernorm") for name in names]
         norms.append(self.make_norm(reader, "model.norm"))
         self._first_norm = norms[0]
-        self.layers: list[DecoderLayer | ShardedLayer] = []
+        self.layers: list[DecoderLayer | CompiledLayer | ShardedLayer] = []
         for i in range(config.num_layers):
             shared_out = any(layer.shares_out for layer in self.layers)
             self.layers.append(self.make_layer(i, reader, norms[i + 1], shared_out))
@@ -95,7 +96,7 @@ class Decoder:
 
     def make_layer(
         self, layer_index: int, reader: WeightSource, next_norm: RMSNorm, shared_out: bool = False
-    ) -> DecoderLayer | ShardedLayer:
+    ) -> DecoderLayer | CompiledLayer | ShardedLayer:
         """Loads ``model.layers.{layer_index}`` but for its input norm, which the layer before it applies.
 
         `shared_out`: the layer before it has left each rank with its share of the residual stream.
@@ -104,7 +105,9 @@ class Decoder:
         post = self.make_norm(reader, f"model.layers.{layer_index}.post_attention_layernorm")
         feed_forward = self.make_feed_forward(layer_index, reader)
         if self.parallel.world_size == 1:
-            return DecoderLayer(attention, post, feed_forward, next_norm)
+            layer = DecoderLayer(attention, post, feed_forward, next_norm)
+            regions = self.backends.regions
+            return layer if regions is None else CompiledLayer(layer, regions)
         moves = choose_moves(self.parallel, feed_forward.tokens, shared_out)
         return ShardedLayer(attention, post, feed_forward, next_norm, moves)
 
@@ -124,7 +127,11 @@ class Decoder:
 
     def step_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         """`attention_args` of the batch, whose sizes are known afterwards where there are many ranks."""
-        return self.attention_args(batch if self.parallel.world_size == 1 else with_sizes(batch, self.parallel))
+        if self.parallel.world_size > 1:
+            batch = with_sizes(batch, self.parallel)
+        elif self.backends.regions is not None:
+            batch = for_regions(batch, self.backends.regions)
+        return self.attention_args(batch)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""

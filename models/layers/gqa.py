@@ -63,11 +63,33 @@ class GQAttention:
             self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
-        q, k, v = self._project(hidden, batch.positions)
-        k_cache, v_cache = batch.kv[self._layer_index]
-        self._ops.write_kv(k, v, batch.slots, k_cache, v_cache)
+        k_cache, v_cache = cache = self.cache_of(batch)
+        q = self.before(hidden, batch.positions, batch.slots, cache)
         groups = query_groups(batch) if groups is None else groups
-        return self._o(self._attend(q, k_cache, v_cache, batch, groups).flatten(1))
+        return self.after(self._attend(q, k_cache, v_cache, batch, groups))
+
+    # -- the layer cut where attention begins and ends; `before` and `after` know tensors only
+
+    def before(self, hidden: Tensor, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """hidden [T, D] -> rotated q [T, H, Dh]; writes the tokens' keys and values to the caches' slots."""
+        q, k, v = self._project(hidden, positions)
+        self._ops.write_kv(k, v, slots, *cache)
+        return q
+
+    def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """This layer's, [num_slots, G, Dh] each."""
+        return batch.kv[self._layer_index]
+
+    def attend(self, query: Tensor, batch: ForwardBatch, groups: Groups) -> Tensor:
+        """[T, H, Dh] -> [T, H, Dh]."""
+        k_cache, v_cache = self.cache_of(batch)
+        return self._attend(query, k_cache, v_cache, batch, groups)
+
+    def after(self, mixed: Tensor) -> Tensor:
+        """[T, H, Dh] -> [T, D]."""
+        return self._o(mixed.flatten(1))
+
+    # -- pieces
 
     def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, D] -> rotated q [T, H, Dh], rotated k and v [T, G, Dh]."""

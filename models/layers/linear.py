@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import BlockScaledLinear, LinearKernel
+from moe_engine.kernels.linear.protocol import BlockScaledLinear, LinearKernel, NormedLinear
 from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
+from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
 
@@ -26,6 +27,8 @@ class Linear:
             self.weight = kernel.prepare_blocks(weight, bias)
         else:
             self.weight = kernel.prepare(weight, bias)
+        fuses = isinstance(kernel, NormedLinear) and kernel.takes_norm(self.weight)
+        self._run_normed = kernel.run_normed if fuses else None  # type: ignore[attr-defined]
 
     @property
     def num_bytes(self) -> int:
@@ -33,6 +36,12 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._run(x, self.weight)
+
+    def normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """This of norm(x), in one pass over x where the kernel has one."""
+        if self._run_normed is None:
+            return self(norm(x))
+        return self._run_normed(x, norm.weight, norm.eps, self.weight)
 
 
 def load_linear(

@@ -136,10 +136,7 @@ class MLAAttention:
         run, absorbed = self._run_whole, len(pieces) == 1 and pieces[0].absorbed
         if run is not None and absorbed and hidden.shape[0] <= self._max_fused_tokens:
             return run(hidden, batch.positions, batch.slots, cache, pieces[0].queries, pieces[0].plan)
-        q, kv_a = self._project(hidden)
-        self._ops.rotate(q, batch.positions, self._rotary)
-        norm = self._kv_norm
-        self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
+        q = self._enter(hidden, batch.positions, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for piece in pieces:
             attend = self._absorbed if piece.absorbed else self._expanded
@@ -152,6 +149,36 @@ class MLAAttention:
         norm, cache = self._kv_norm, batch.kv[self._layer_index]
         self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
 
+    # -- a step of one absorbed piece, cut where attention begins and ends; `before` and `after` know tensors only
+
+    def before(self, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        """hidden [T, D] -> queries against the latent [T, H, C+R]; writes the tokens' rows to cache[slots]."""
+        return self._absorb(self._enter(hidden, positions, slots, cache))
+
+    def cache_of(self, batch: ForwardBatch) -> Tensor:
+        """This layer's, [num_slots, C+R]."""
+        return batch.kv[self._layer_index]
+
+    def attend(self, query: Tensor, batch: ForwardBatch, pieces: list[Piece]) -> Tensor:
+        """[T, H, C+R] -> [T, H, C]."""
+        (piece,) = pieces
+        cache, width = batch.kv[self._layer_index], self._mla.kv_lora_rank
+        return self._backend.absorbed(query, cache, piece.queries, self._scale, piece.plan, width)
+
+    def after(self, mixed: Tensor) -> Tensor:
+        """[T, H, C] -> [T, D]."""
+        return self._o(self._linear.run_heads(mixed, self._w_uv).flatten(1))
+
+    # -- pieces
+
+    def _enter(self, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        """hidden [T, D] -> rotated q [T, H, N+R]; writes the tokens' rows to cache[slots]."""
+        q, kv_a = self._project(hidden)
+        self._ops.rotate(q, positions, self._rotary)
+        norm = self._kv_norm
+        self._ops.write_latent(kv_a, norm.weight, norm.eps, positions, self._rotary, slots, cache)
+        return q
+
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, D] -> q [T, H, N+R], kv_a [T, C+R]."""
         mla = self._mla
@@ -160,19 +187,23 @@ class MLAAttention:
             q = self._q(hidden)
         else:
             down, kv_a = kv_a[:, : -mla.cache_width], kv_a[:, -mla.cache_width :]
-            q = self._q(self._q_norm(down))
+            q = self._q.normed(self._q_norm, down)
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
     def _absorbed(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
-        mla = self._mla
-        latent = q.new_empty(q.shape[0], mla.num_heads, mla.cache_width)  # [T, H, C+R]
-        self._linear.run_heads(q[..., : mla.qk_nope_head_dim], self._w_uk, out=latent[..., : mla.kv_lora_rank])
-        latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
         mixed = self._backend.absorbed(
-            latent, cache, piece.queries, self._scale, piece.plan, mla.kv_lora_rank
+            self._absorb(q), cache, piece.queries, self._scale, piece.plan, self._mla.kv_lora_rank
         )  # [T, H, C]
         self._linear.run_heads(mixed, self._w_uv, out=out)
+
+    def _absorb(self, q: Tensor) -> Tensor:
+        """q [T, H, N+R] -> [T, H, C+R]."""
+        mla = self._mla
+        latent = q.new_empty(q.shape[0], mla.num_heads, mla.cache_width)
+        self._linear.run_heads(q[..., : mla.qk_nope_head_dim], self._w_uk, out=latent[..., : mla.kv_lora_rank])
+        latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
+        return latent
 
     def _expanded(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over keys and values of the whole context."""

@@ -141,6 +141,23 @@ class MoE:
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(x, weights, ids, shared, phase)
 
+    # -- a pass that nobody counts over experts in their own slots, cut where these begin; `before` knows tensors only
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `before` and `after` do now what `forward` does."""
+        counted = self._recorder is not None and self._recorder.counting
+        return self._whole is None and self._overlap is None and self._tables is None and not counted
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [T, D] -> weights and experts [T, K], and what the shared expert adds [T, D]."""
+        shared = None if self._shared is None else self._shared.forward(x)
+        return *self._route(x, self._gate, self._bias, self._spec), shared
+
+    def after(self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None) -> Tensor:
+        """[T, D]."""
+        return self._routed.run(x, weights, ids, shared)
+
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and slots [T, K]."""
         weights, ids = self._route(x, self._gate, self._bias, self._spec)

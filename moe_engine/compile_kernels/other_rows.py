@@ -65,5 +65,5 @@ def build_triton(choices: tuple[Choice, ...]) -> Backends:
             built[choice.family] = choice.build()
     built.setdefault("attention", NoAttention())
     built.setdefault("sampling", NoSampling())
-    fields = {field.name for field in dataclasses.fields(Backends)} - {"choices"}
+    fields = {field.name for field in dataclasses.fields(Backends)} - {"choices", "regions"}
     return Backends(**{name: built[name] for name in fields}, choices=choices)

@@ -75,6 +75,18 @@ class BackendArgs:
         False,
         "Answers that do not depend on what else runs: only backends whose sums have a fixed order are taken.",
     )
+    enable_torch_compile: bool = flag(
+        False,
+        "Have torch compile what lies between attention and experts in decodes: norms, projections, rotary, routing. "
+        "Small operators and products are then torch's own, in place of this engine's.",
+    )
+    torch_compile_max_bs: int = flag(32, "Requests of the largest step that is compiled.", metavar="N")
+    torch_compile_cache_dir: str | None = flag(
+        None,
+        "Folder that keeps what torch compiled, for the next start. Left out: torch_compile in this engine's cache "
+        "folder, or what TORCHINDUCTOR_CACHE_DIR says.",
+        metavar="DIR",
+    )
     cpu_threads: int | None = flag(
         None,
         "Threads that compute on a CPU. Left out: the cores this process may use (affinity and container quota).",

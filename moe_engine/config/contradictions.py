@@ -27,6 +27,7 @@ LEAST = {
     "decode_log_interval": 1,
     "port": 0,
     "cuda_graph_max_bs_decode": 1,
+    "torch_compile_max_bs": 1,
     "dp_size": 1,
     "base_gpu_id": 0,
     "gpu_id_step": 1,
@@ -51,6 +52,8 @@ def remarks(args: EngineArgs) -> tuple[str, ...]:
     dependents = {
         "log_requests_level": "log_requests",
         "priority_scheduling_preemption_threshold": "enable_priority_scheduling",
+        "torch_compile_max_bs": "enable_torch_compile",
+        "torch_compile_cache_dir": "enable_torch_compile",
     }
     values = args.flat()
     for name, needed in dependents.items():

@@ -69,7 +69,6 @@ def _switches(part: str, *names: str) -> list[LaterFlag]:
 
 MANY_RANKS = "more forms of parallelism"
 GRAPHS = "CUDA graphs of prompts"
-COMPILED = "torch.compile"
 
 _PARALLEL = [
     *_rows(
@@ -190,8 +189,6 @@ _GRAPHS = [
         ("fp8_gemm_runner_backend", "auto", ("--fp8-gemm-backend",)),
     ),
     *_switches(GRAPHS, "triton_attention_reduce_in_fp32", "enable_profile_cuda_graph"),
-    *_rows(COMPILED, ("torch_compile_max_bs", 32)),
-    *_switches(COMPILED, "enable_torch_compile"),
     *_switches("shared experts fused into the routed ones", "enforce_shared_experts_fusion"),
     *_switches("the GPU backends", "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache"),
 ]

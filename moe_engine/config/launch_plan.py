@@ -80,7 +80,9 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
             draft_folder = Path(draft.path)
             _check_weights(draft_folder, read_checkpoint(draft_folder), draft.config)
     if resolved.device != "cpu":
-        return resolved
+        return dataclasses.replace(resolved, notes=(*resolved.notes, *_gpu_determinism_remarks(resolved)))
+    if resolved.compiled.max_tokens and cpu_device().compiler is None:
+        raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
     choices = choose_backends(resolved, cpu_device())
     if resolved.draft_model is not None:
         choose_backends(resolved, cpu_device(), resolved.draft_model)
@@ -105,6 +107,15 @@ def _determinism_remarks(config: ResolvedConfig, choices: Iterable[Choice]) -> I
         )
 
 
+def _gpu_determinism_remarks(config: ResolvedConfig) -> Iterator[str]:
+    if config.args.backends.enable_deterministic_inference:
+        yield (
+            "--enable-deterministic-inference on a GPU: attention gives a token the same bits in every batch and runs "
+            "without CUDA graphs; matrix products choose their tiles by the number of rows, so equality bit for bit is "
+            "promised for the same steps only"
+        )
+
+
 def _check_weights(
     folder: Path, files: Mapping[str, WeightFile], model: ModelConfig, include_mtp: bool = False
 ) -> None:
@@ -121,7 +132,14 @@ def need_of(config: ResolvedConfig, model: ModelConfig | None = None) -> Need:
     """What the model (the launch's, or its draft model) and the launch ask of a kernel backend."""
     model = model or config.model
     dims = {"hidden": model.hidden_size, "heads": model.attention.num_heads}
-    return Need(config.dtype, config.kv_cache_dtype, model.attention.kind, config.page_size, tuple(dims.items()))
+    return Need(
+        config.dtype,
+        config.kv_cache_dtype,
+        model.attention.kind,
+        config.page_size,
+        tuple(dims.items()),
+        config.args.backends.enable_deterministic_inference,
+    )
 
 
 def choose_backends(config: ResolvedConfig, device: Device, model: ModelConfig | None = None) -> tuple[Choice, ...]:

@@ -52,8 +52,8 @@ class ModelArgs:
     )
     quantization: str | None = flag(
         None,
-        "How the weights are quantised. Left out: as config.json says. fp8: DeepSeek's 128x128 blocks; a CPU "
-        "dequantises them while loading.",
+        "How the weights are quantised. Left out: as config.json says. fp8: DeepSeek's 128x128 blocks; on a GPU "
+        "they stay as they are where a kernel multiplies with them, a CPU dequantises them while loading.",
         choices=("fp8",),
         later=dict.fromkeys(
             ("awq", "gptq", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8",

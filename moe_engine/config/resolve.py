@@ -15,6 +15,7 @@ from moe_engine.config.decisions import Decision, Record
 from moe_engine.config.ledger import MemoryLedger
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.machine import Machine
+from moe_engine.config.resolve_compile import resolve_compile
 from moe_engine.config.resolve_experts import resolve_experts
 from moe_engine.config.resolve_graphs import resolve_graphs
 from moe_engine.config.resolve_parallel import ParallelPlan, resolve_parallel
@@ -27,7 +28,7 @@ from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.demo import CHECKPOINT_DIR
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.types import GraphSettings, SpeculationConfig
+from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CPU_CHUNK = 2048
@@ -83,6 +84,8 @@ class ResolvedConfig:
     """Where they stand, and what is recorded of them."""
     graphs: GraphSettings = field(default_factory=GraphSettings)
     """Steps that are recorded on an accelerator."""
+    compiled: CompileSettings = field(default_factory=CompileSettings)
+    """Steps that torch compiles."""
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -125,11 +128,12 @@ class ResolvedConfig:
     def asked_backends(self) -> dict[str, str]:
         """Backend asked for by kernel family, as `kernels.backends.choose` takes it."""
         asked = self.args.backends
+        inside = "torch" if self.compiled.max_tokens else "auto"  # of what torch is to compile
         return {
             "attention": asked.attention_backend,
             "experts": asked.moe_runner_backend,
-            "linear": asked.linear_backend,
-            "ops": asked.ops_backend,
+            "linear": inside if asked.linear_backend == "auto" else asked.linear_backend,
+            "ops": inside if asked.ops_backend == "auto" else asked.ops_backend,
             "sampling": asked.sampling_backend,
         }
 
@@ -179,13 +183,12 @@ def resolve(
     own_part = _own_part(machine, parallel)
     running = _most_running(args, machine, parallel)
     graphs = resolve_graphs(args, own_part, parallel, experts, speculation, running, record)
+    compiled = resolve_compile(args, model, parallel, device, speculation, running, record)
     sizing = _size(
         args, model, own_part, dtype, kv_dtype, context_len, page_size, chunk, checkpoint, speculation, draft, parallel,
         experts, running, graphs,
     )  # fmt: skip
     _note_sizes(args, sizing, record)
-    seed = args.model.random_seed
-    threads = args.backends.cpu_threads
     return ResolvedConfig(
         args=_with_demo_parsers(args, path, record),
         parallel=parallel,
@@ -204,8 +207,8 @@ def resolve(
         max_running_requests=sizing.max_running_requests,
         schedule_conservativeness=_conservativeness(args, parallel, record),
         mem_fraction_static=sizing.mem_fraction_static,
-        random_seed=record.note("random_seed", drawn_seed, "drawn at start") if seed is None else seed,
-        cpu_threads=threads or record.note("cpu_threads", own_part.cores, _cores_reason(parallel)),
+        random_seed=_seed(args, drawn_seed, record),
+        cpu_threads=args.backends.cpu_threads or record.note("cpu_threads", own_part.cores, _cores_reason(parallel)),
         ledger=sizing.ledger,
         decisions=tuple(record.decisions),
         notes=(*contradictions.remarks(args), *record.remarks, *_size_remarks(context_len, sizing)),
@@ -213,7 +216,13 @@ def resolve(
         draft_model=draft.config if draft is not None else None,
         experts=experts,
         graphs=graphs.up_to(sizing.max_running_requests),
+        compiled=compiled,
     )
+
+
+def _seed(args: EngineArgs, drawn: int, record: Record) -> int:
+    asked = args.model.random_seed
+    return record.note("random_seed", drawn, "drawn at start") if asked is None else asked
 
 
 def _most_running(args: EngineArgs, machine: Machine, parallel: ParallelPlan) -> int:

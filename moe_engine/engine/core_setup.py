@@ -143,6 +143,7 @@ def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerO
         draft_config=config.draft_model,
         experts=config.experts,
         graphs=config.graphs,
+        compiled=config.compiled,
         shapes=largest_shapes(config),
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepPlan
 from moe_engine.worker.runner import ModelRunner
@@ -35,6 +36,30 @@ def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
     runner.rows.last_token.zero_()
     runner.kv_pool.clear_dummy_page()
     runner.stream.synchronize()
+
+
+def compile_regions(runner: ModelRunner, regions: Regions) -> None:
+    """Has torch compile its regions for decodes of several tokens, as `warm_up` did for those of one."""
+    rows = [_ROW, _ROW + 1]
+    if runner.rows.max_rows < len(rows) or not regions.serves(len(rows)):
+        return
+    new = [replace(_request(1, _GREEDY), row=row) for row in rows]
+    step = replace(_plan(0, 1), rows=rows, starts=[0, 0], counts=[1, 1], samples=[True, True], slots=[0, 0])
+    prompts = replace(step, input_ids=[0, 0], new_rows=new)
+    runner.execute(prompts)
+    runner.execute(replace(step, starts=[1, 1], num_decodes=len(rows), input_ids=[]))
+    if runner.speculation is not None:
+        config = runner.speculation.config
+        depth = config.num_steps
+        runner.execute(replace(prompts, speculation=Speculation(follow=True)))
+        reserved = [RowWrite(row, 1, [0] * (2 * config.num_slots(depth))) for row in rows]
+        drafts = Speculation(depth, follow=True, reserved=reserved)
+        counts = [config.num_nodes(depth)] * len(rows)
+        verified = replace(step, starts=[1, 1], counts=counts, slots=[], input_ids=[], num_decodes=len(rows))
+        runner.execute(replace(verified, speculation=drafts))
+    runner.execute(StepPlan(number=-1, finished_rows=rows))
+    runner.rows.last_token.zero_()
+    runner.kv_pool.clear_dummy_page()
 
 
 def compile_kernels(backends: Backends, shapes: StepShapes) -> int:

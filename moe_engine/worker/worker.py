@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import psutil
@@ -22,13 +22,14 @@ from moe_engine.kernels.attention.protocol import SharesContext
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.device import Need, probe
 from moe_engine.kernels.registry import Choice
+from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.types import GraphSettings, SpeculationConfig, StepPlan, StepResult
+from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig, StepPlan, StepResult
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.expert_control import ExpertControl
 from moe_engine.worker.expert_setup import attach_experts, with_experts
@@ -36,6 +37,7 @@ from moe_engine.worker.graph_setup import record_steps
 from moe_engine.worker.kernel_choice import build_backends
 from moe_engine.worker.kv_pool import KVPool, kv_spec
 from moe_engine.worker.mla_form import form_policy
+from moe_engine.worker.region_setup import finish_regions, start_regions
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner, PendingResult
 from moe_engine.worker.speculation.build import DraftOptions, add_speculation, num_mtp_layers
@@ -62,6 +64,7 @@ class WorkerOptions:
         draft_config: of the model in `speculation.draft_model_path`, where there is one.
         experts: where they stand, and what is recorded of them.
         graphs: steps that are recorded on an accelerator.
+        compiled: steps that torch compiles.
         shapes: the largest sizes of a step, for kernels that compile at first use.
     """
 
@@ -84,6 +87,7 @@ class WorkerOptions:
     draft_config: ModelConfig | None = None
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)
+    compiled: CompileSettings = field(default_factory=CompileSettings)
     shapes: StepShapes = field(default_factory=lambda: StepShapes(0))
 
 
@@ -212,11 +216,16 @@ def physical_cores() -> int:
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
 
 
-def kernels_for(options: WorkerOptions, config: ModelConfig) -> Backends:
+def kernels_for(options: WorkerOptions, config: ModelConfig, regions: Regions | None = None) -> Backends:
+    """The kernels of the model, or of its draft model."""
     need = Need(
-        dtype=options.dtype, kv_dtype=options.kv_dtype, attention=config.attention.kind, page_size=options.page_size
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        attention=config.attention.kind,
+        page_size=options.page_size,
+        deterministic=options.deterministic,
     )
-    return build_backends(probe(options.device), need, options.backends)
+    return replace(build_backends(probe(options.device), need, options.backends), regions=regions)
 
 
 def _prepare(
@@ -229,14 +238,15 @@ def _prepare(
     from moe_engine.models.loader import load_model
 
     began = time.perf_counter()
+    guard.reset()
     if stream.asynchronous:  # Triton compiles for nothing else, and its import takes a second
         guard.watch()
-        guard.reset()
+    regions = start_regions(options.compiled)
     config = options.model_config
     local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
     kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
-    backends = kernels_for(options, config)
+    backends = kernels_for(options, config, regions)
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
@@ -267,7 +277,6 @@ def _prepare(
     )
     draft_bytes = 0
     if speculation is not None:
-        draft_config = options.draft_config
         draft_options = DraftOptions(
             model_path=options.model_path,
             model_config=config,
@@ -277,12 +286,13 @@ def _prepare(
             dummy_seed=options.dummy_seed,
             progress=progress,
             deterministic=options.deterministic,
-            draft_config=draft_config,
-            draft_backends=kernels_for(options, draft_config) if draft_config is not None else None,
+            draft_config=options.draft_config,
+            draft_backends=kernels_for(options, options.draft_config, regions) if options.draft_config else None,
         )
         draft_bytes = add_speculation(runner, speculation, draft_options)
     warm_up(runner)
     compile_kernels(backends, options.shapes)
+    finish_regions(runner, regions)
     num_graphs = record_steps(runner, options.graphs, progress=progress)
     experts = attach_experts(runner, config, options.experts, parallel, backends.experts)
     info = WorkerInfo(

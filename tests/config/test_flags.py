@@ -109,7 +109,6 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--moe-a2a-backend mooncake", "more dispatch backends"),
         ("--lora-paths a b", "--lora-paths a b: not available yet"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prompts"),
-        ("--enable-torch-compile", "torch.compile"),
         ("--disaggregation-mode decode", "separate engines"),
         ("--grammar-backend outlines", "structured output"),
         ("--enable-hicache", "hierarchical KV cache"),

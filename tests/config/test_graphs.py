@@ -9,7 +9,7 @@ import pytest
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.resolve import ResolvedConfig, resolve
 from moe_engine.config.resolve_graphs import graph_sizes
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError
 from moe_engine.models.config import load_model_config
 from moe_engine.types import GraphSettings
 from tests.config.conftest import SMALL, machine
@@ -70,8 +70,6 @@ def test_flags(on_gpu) -> None:
         EngineArgs.from_kwargs(cuda_graph_bs_decode="0 4")
     with pytest.raises(ConfigError, match=r"--cuda-graph-max-bs-decode 16.*drop one"):
         on_gpu(cuda_graph_bs_decode="1 8", cuda_graph_max_bs_decode=16)
-    with pytest.raises(NotAvailableYet, match=r"torch\.compile"):
-        EngineArgs.from_kwargs(enable_torch_compile=True)
 
 
 def test_steps_that_verify_drafts(on_gpu) -> None:

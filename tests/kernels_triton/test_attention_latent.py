@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.kernels import tables
 from moe_engine.kernels.attention import latent_records
 from moe_engine.kernels.attention.kv_format import FP8_GROUPS, FP8_RANGE, FP8_TOKEN
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, Replayable
 from moe_engine.kernels.attention.schedule import ScheduleBuffers
+from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.registry import select
 from tests.kernels_cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton_attention", reason="needs triton")
@@ -114,7 +117,9 @@ def test_trees(heads: int, dtype: torch.dtype, lens: list) -> None:
 
 
 def test_deterministic_bits_depend_on_the_request_alone() -> None:
-    mla = TritonMLA(deterministic=True)
+    need = Need("bfloat16", deterministic=True)
+    choice = select("attention", tables.MLA, "auto", Device("cuda", "GPU", (9, 0)), need)
+    mla = choice.build()  # as a launch with --enable-deterministic-inference makes it
     lens = [(1, 700), (4, 560), (1, 3), (2, 1100)]
     queries, size = paged_queries(lens, 16)
     cache = filled_cache(queries, size, 96, dtype=BF16)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.kernels import tables
 from moe_engine.kernels.attention import head_records
 from moe_engine.kernels.attention.kv_format import FP8_RANGE, FP8_TOKEN
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.registry import Choice, Row, select
 from tests.kernels_cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton_attention", reason="needs triton")
@@ -87,7 +90,8 @@ def test_trees() -> None:
 
 
 def test_deterministic_bits_depend_on_the_request_alone() -> None:
-    gqa = TritonGQA(deterministic=True)
+    """The row as a launch with --enable-deterministic-inference builds it."""
+    gqa = chosen(tables.GQA, "auto", deterministic=True).build()
     queries, size = paged_queries([(1, 600), (3, 20), (2, 1050)], 16)
     keys, values = (filled_cache(queries, size, 2, 32, dtype=BF16) for _ in range(2))
     q = normal(queries.num_tokens, 4, 32, dtype=BF16)
@@ -95,6 +99,23 @@ def test_deterministic_bits_depend_on_the_request_alone() -> None:
     for request, mine in enumerate(q.split(queries.query_lens)):
         assert torch.equal(gqa.paged(mine, keys, values, only(queries, request), 0.2, None), whole[request])
     close(torch.cat(whole), want(q, keys, values, queries, 0.2), 2)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_neighbours_change_bits_unless_the_launch_forbids_it(deterministic: bool) -> None:
+    gqa = chosen(tables.GQA, "triton", deterministic).build()
+    queries, size = paged_queries([(1, 1100), (1, 620), (1, 900)], 16)
+    keys, values = (filled_cache(queries, size, 1, 16, dtype=FP32) for _ in range(2))
+    q = normal(queries.num_tokens, 2, 16, dtype=FP32)
+    together = gqa.paged(q, keys, values, queries, 0.2, None)
+    alone = [gqa.paged(q[i : i + 1], keys, values, only(queries, i), 0.2, None) for i in range(3)]
+    assert torch.equal(torch.cat(alone), together) == deterministic
+    close(together, want(q, keys, values, queries, 0.2), 2)
+
+
+def chosen(rows: list[Row], asked: str, deterministic: bool) -> Choice:
+    gpu = Device("cuda", "GPU", (9, 0))
+    return select("attention", rows, asked, gpu, Need("bfloat16", deterministic=deterministic))
 
 
 def test_nothing_to_do_and_what_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP
+from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP, NormedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, named_shapes
 from moe_engine.kernels.linear.tiles import BLOCK_FP8, NUM_SMS, block_fp8_tiles
@@ -17,7 +17,7 @@ from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedRows
-from tests.kernels_cpu.formulas import silu
+from tests.kernels_cpu.formulas import rms_norm, silu
 from tests.kernels_triton.poison import poisoned_memory
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -106,6 +106,25 @@ def test_linear_and_mlp(power_of_two: bool) -> None:
     inner = reference.quantize_rows((silu(gate) * up).float(), power_of_two)
     want = reference.block_product(inner, down)
     assert (linear.run_mlp(x, first, second) - want).abs().max() < 0.01 * want.abs().max()  # ties of the inner cast
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 6])
+def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
+    linear, norm = TritonLinear(), torch.rand(200) + 0.5
+    x = torch.randn(rows, 330).bfloat16()[:, 3:203]
+    weight = reference.quantize_weight(torch.randn(70, 200), power_of_two)
+    prepared = linear.prepare_blocks(weight, torch.randn(70))
+    assert isinstance(linear, NormedLinear) and linear.takes_norm(prepared)
+    assert not linear.takes_norm(linear.prepare(torch.randn(4, 200)))
+    got = linear.run_normed(x, norm, 1e-5, prepared)
+    assert got.shape == (rows, 70) and got.dtype == x.dtype
+    _, quantised = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
+    want = reference.block_product(quantised, weight) + prepared.bias.double()
+    if rows:
+        assert (got - want).abs().max() < 0.01 * want.abs().max()  # ties of the cast
+        exact = rms_norm(x, norm, 1e-5) @ reference.dequantize_weight(weight, torch.float64).T + prepared.bias.double()
+        assert (got - exact).abs().max() < 0.05 * exact.abs().max()
 
 
 def test_plain_weights_go_to_torch() -> None:

@@ -120,7 +120,11 @@ def test_rms_norm_quantize(rows: int, width: int, dtype: torch.dtype, power_of_t
         normed, got = triton_rows.rms_norm_quantize(x, weight, 1e-6, residual, power_of_two)
         close(normed, rms_norm(source, weight, 1e-6), 2)
         check(got, normed, power_of_two)
-        if residual is not None:
+        if residual is None:
+            nothing, alone = triton_rows.rms_norm_quantize(x, weight, 1e-6, None, power_of_two, keep=False)
+            assert nothing is None and torch.equal(alone.data.float(), got.data.float())
+            assert torch.equal(alone.scales, got.scales)
+        else:
             assert torch.equal(residual, sums)
             want_normed, want = reference.rms_norm_quantize(x, weight, 1e-6, stream.clone(), power_of_two)
             close(want_normed, rms_norm(source, weight, 1e-6), 2)

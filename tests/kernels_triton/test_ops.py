@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_engine.kernels.attention import latent_records
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
@@ -100,21 +101,41 @@ def test_write_latent(ops, dtype, slot_dtype):
         assert cache.isnan().all(-1).sum() == 43
 
 
+@pytest.mark.parametrize(("latent", "rotary", "interleaved"), [(512, 64, True), (128, 8, False), (40, 12, False)])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
-def test_fp8_rows_are_those_of_torch(ops, kv_dtype):
-    table, slots = rotary_table(90, 64, True), torch.randperm(50)[:7]
+def test_fp8_latents_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, latent, rotary, interleaved):
+    """Bit for bit, from the rows that the same operations write to a cache in the activation dtype."""
+    table, slots = rotary_table(90, rotary, interleaved), torch.randperm(50)[:7]
+    positions, weight = torch.randint(90, (7,)), torch.randn(latent) + 1
+    kv_a = normal(7, latent + rotary + 3, dtype=dtype, scale=3.0)[:, 3:]
+    kv_a[0] *= 1e6  # a rotary part that no format holds
+    kv_a[1] = 0
+    plain = torch.zeros(50, latent + rotary, dtype=dtype)
+    ops.write_latent(kv_a, weight, EPS, positions, table, slots, plain)
     stored = getattr(torch, STORED[kv_dtype][0])
-    kv_a, positions, weight = normal(7, 576, dtype=torch.bfloat16), torch.randint(90, (7,)), torch.randn(512) + 1
-    k, v = normal(7, 3, 40, dtype=torch.bfloat16), normal(7, 3, 40, dtype=torch.bfloat16)
+    cache = torch.zeros(50, latent_width(kv_dtype, latent, rotary), dtype=stored)
+    ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
+    form = latent_records.form_of(cache, latent, rotary)
+    want = latent_records.pack(plain[slots], latent, form)
+    assert torch.equal(cache.view(torch.uint8)[slots], want.view(torch.uint8))
+    assert cache.view(torch.uint8).any(-1).sum() in (6, 7) and want.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize(("heads", "width"), [(3, 40), (20, 128), (1, 6)])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+def test_fp8_heads_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, heads, width):
+    qkv = normal(7, 2 * heads + 1, width, dtype=dtype, scale=3.0)
+    qkv[0] *= 1e6
+    k, v, slots = qkv[:, :heads], qkv[:, heads + 1 :], torch.randperm(50)[:7].int()
+    stored = getattr(torch, STORED[kv_dtype][0])
     written = []
     for row in (ops, TorchOps()):
-        latent = torch.zeros(50, latent_width(kv_dtype, 512, 64), dtype=stored)
-        heads = torch.zeros(2, 50, 3, head_width(kv_dtype, 40), dtype=stored)
-        row.write_latent(kv_a, weight, EPS, positions, table, slots, latent)
-        row.write_kv(k, v, slots, heads[0], heads[1])
-        written.append((latent.view(torch.uint8), heads.view(torch.uint8)))
-    assert all(torch.equal(a, b) for a, b in zip(*written))
-    assert all(tensor.any() for tensor in written[0])
+        caches = torch.zeros(2, 50, heads, head_width(kv_dtype, width), dtype=stored)
+        row.write_kv(k, v, slots, caches[0], caches[1])
+        written.append(caches.view(torch.uint8))
+    assert torch.equal(*written) and written[0].any()
+    with pytest.raises(ValueError, match="kept as"):
+        ops.write_kv(k, v, slots, caches[0], torch.zeros(50, heads, width, dtype=dtype))
 
 
 @pytest.mark.parametrize("width", [24, 300])

@@ -15,12 +15,12 @@ from torch import Tensor
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
 from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertBatch, ExpertWeights, MovableExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
-from moe_engine.kernels.linear.protocol import BlockScaledLinear
+from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP, NormedLinear
 from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm
 from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp, row_counts
-from tests.kernels_cpu.formulas import NAN, close, gated, normal, silu
+from tests.kernels_cpu.formulas import NAN, close, gated, normal, rms_norm, silu
 from tests.vendors.contract import ContractBroken
 from tests.vendors.deep_gemm_emulator import ALIGNMENT, DeepGemmEmulator
 
@@ -68,6 +68,29 @@ def test_linear_equals_float64(arch, power_of_two):
             near(got, x.double() @ fp8.dequantize_weight(w).double().T + bias.double())
     assert emulator.transposed == 0  # activations come in the layout that the kernel reads
 
+
+@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
+    kernel = DeepGemmLinear(library(arch)[1])
+    assert isinstance(kernel, NormedLinear) and isinstance(kernel, FusedMLP)
+    gate_up, down = weight(384, 256), weight(128, 256)
+    first = kernel.prepare_blocks(gate_up)
+    x, norm = normal(tokens, 300, dtype=BF16)[:, :256], torch.rand(256) + 0.5
+    assert kernel.takes_norm(first) and not kernel.takes_norm(kernel.prepare(normal(4, 8, dtype=BF16)))
+    want = fp8.block_product(fp8.rms_norm_quantize(x, norm, 1e-5, None, arch == 10)[1], as_used(gate_up, arch))
+    got = kernel.run_normed(x, norm, 1e-5, first)
+    assert got.shape == (tokens, 384)
+    inner = kernel.prepare_blocks(weight(512, 256)), kernel.prepare_blocks(down)
+    assert kernel.fuses_mlp(*inner) and not kernel.fuses_mlp(first, kernel.prepare(normal(4, 8, dtype=BF16)))
+    out = kernel.run_mlp(x, *inner)
+    assert out.shape == (tokens, 128)
+    if tokens:
+        assert (got - want).abs().max() < 0.01 * want.abs().max()
+        near(got, rms_norm(x, norm, 1e-5) @ fp8.dequantize_weight(gate_up).double().T)
+        gate, up = kernel.run(x, inner[0]).chunk(2, 1)
+        rows = fp8.quantize_rows((silu(gate.double()) * up.double()).float(), arch == 10)
+        close(out, fp8.block_product(rows, as_used(down, arch)), scale=4)
 
 @pytest.mark.parametrize("n,k", [(100, 128), (128, 192)])
 def test_a_weight_the_library_does_not_serve_becomes_bf16(n, k):

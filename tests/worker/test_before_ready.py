@@ -50,7 +50,7 @@ def test_late_compilations_reach_the_state() -> None:
     try:
         guard.ready()
         assert worker.state()["compilations_after_ready"] == 0
-        guard._note("a_kernel", 0.5, False)
+        guard.note("a_kernel", 0.5, False)
         assert worker.state()["compilations_after_ready"] == 1
     finally:
         guard.reset()

@@ -1,0 +1,122 @@
+"""Stretches of a step that torch compiles: functions of tensors between kernels it cannot look into.
+
+A function is compiled for steps of one token and for steps of several, whose number stays open; both happen before
+READY, when `Regions.sealed` is still unset. Every layer that calls the function with weights of the same shapes shares
+the result. Compiled code is kept in a folder by torch itself (its AOTAutograd and FX graph caches), so a second start
+traces, and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.cpu.library import cache_folder
+from moe_engine.kernels.triton import guard
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+LEAST_CHUNK = 1 << 15
+"""Numbers of a loop that are worth a thread on a CPU: waking one for torch's 512 costs more than a decode's loops."""
+
+
+class Regions:
+    """
+    Args:
+        max_tokens: of a step; larger ones run their operators one by one.
+        backend: of torch.compile.
+    """
+
+    def __init__(self, max_tokens: int, backend: str = "inductor") -> None:
+        self.max_tokens = max_tokens
+        self.sealed = False
+        """Set when warm-up is over: shapes are no longer marked as open, and a compilation is a stall."""
+        self._backend = backend
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    @property
+    def num_functions(self) -> int:
+        return len(self._compiled)
+
+    def serves(self, num_tokens: int) -> bool:
+        return 0 < num_tokens <= self.max_tokens
+
+    def compile(self, function: Callable[..., Any], tokens: Sequence[int]) -> Callable[..., Any]:
+        """The function, compiled at its first calls.
+
+        Args:
+            function: a plain one, of objects that hold weights and of tensors; torch must be able to trace all of it.
+            tokens: places of the arguments whose first dimension counts the step's tokens.
+        """
+        if function not in self._compiled:
+            self._compiled[function] = self._wrapped(function, tuple(tokens))
+        return self._compiled[function]
+
+    def _wrapped(self, function: Callable[..., Any], tokens: tuple[int, ...]) -> Callable[..., Any]:
+        assert isinstance(function, FunctionType)
+        # torch keeps compiled code with a function's code: a copy is this engine's own, with limits of its own
+        own = FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
+        )
+        options: Any = {"cpp.min_chunk_size": LEAST_CHUNK} if self._backend == "inductor" else None
+        compiled = torch.compile(own, fullgraph=True, backend=self._backend, options=options)
+
+        def call(*args: Any) -> Any:
+            if not self.sealed:
+                _leave_open([args[place] for place in tokens])
+            return compiled(*args)
+
+        return call
+
+
+def _leave_open(tensors: Sequence[Tensor]) -> None:
+    """Marks the number of tokens as one that varies, unless it is 1, for which torch compiles anyway."""
+    for tensor in tensors:
+        if tensor.shape[0] > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def keep_compiled_code(folder: str = "") -> Path:
+    """Sets where torch keeps what it compiles, for this process: the folder, else what torch's variable says, else one
+    in this engine's cache folder. Returns it."""
+    chosen = Path(folder or os.environ.get(CACHE_VARIABLE) or cache_folder() / "torch_compile")
+    chosen.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.environ[CACHE_VARIABLE] = str(chosen)
+    return chosen
+
+
+def watch() -> None:
+    """Has the guard count torch's compilations; further calls change nothing."""
+    handler = torch._dynamo.callback_handler
+    if _started not in handler.start_callbacks:
+        handler.register_start_callback(_started)
+        handler.register_end_callback(_ended)
+
+
+def loaded_and_compiled() -> tuple[int, int]:
+    """Graphs whose code came out of the folder, and graphs that were compiled anew, in this process so far."""
+    counters = torch._dynamo.utils.counters["inductor"]
+    return counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
+
+
+_begins: list[float] = []
+
+
+def _started(args: Any) -> None:
+    _begins.append(time.perf_counter())
+
+
+def _ended(args: Any) -> None:
+    if _begins:
+        guard.note(f"torch.compile region {args.compile_id}", time.perf_counter() - _begins.pop(), False)

@@ -1,0 +1,76 @@
+"""A decoder layer in few compiled calls: what lies between its attention, its experts and the next layer.
+
+Decodes of few tokens run so; other steps run as `DecoderLayer` does. Functions here see objects that hold weights, and
+tensors: nothing that changes from step to step, and nothing that differs between layers of the same kind.
+
+Legend: T tokens, D hidden, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moe_engine.kernels.torch_regions import Regions
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.moe import MoE
+
+if TYPE_CHECKING:
+    from moe_engine.models.layers.decoder import DecoderLayer
+
+
+class CompiledLayer:
+    """As `DecoderLayer`, whose parts it takes."""
+
+    shares_out = False
+
+    def __init__(self, layer: DecoderLayer, regions: Regions) -> None:
+        self.attention = layer.attention
+        self.post_norm = layer.post_norm
+        self.feed_forward = layer.feed_forward
+        self.next_norm = layer.next_norm
+        self._whole = layer
+        self._regions = regions
+        self._before = regions.compile(_before_attention, (1, 2, 3))
+        self._routed = layer.feed_forward if isinstance(layer.feed_forward, MoE) else None
+        after: Callable[..., Any] = _to_next_layer if self._routed is None else _to_experts
+        self._after = regions.compile(after, (1, 2))
+
+    def forward(self, hidden: Tensor, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
+        routed, is_decode = self._routed, batch.attention.prefill is None
+        if not (is_decode and self._regions.serves(len(hidden)) and (routed is None or routed.is_plain)):
+            return self._whole.forward(hidden, residual, batch, *more)
+        attention = self.attention
+        query = self._before(attention, hidden, batch.positions, batch.slots, attention.cache_of(batch))
+        mixed = attention.attend(query, batch, *more)
+        if routed is None:
+            return self._after(self, mixed, residual)
+        hidden, weights, ids, shared = self._after(self, mixed, residual)
+        return self.next_norm.add(routed.after(hidden, weights, ids, shared), residual)
+
+
+def for_regions(batch: ForwardBatch, regions: Regions) -> ForwardBatch:
+    """The batch as compiled regions want it, once a step: its positions and slots are cuts of some upload or buffer,
+    and torch compiles anew for tensors that begin elsewhere or were made in another mode."""
+    if not regions.serves(batch.num_tokens):
+        return batch
+    return replace(batch, positions=batch.positions.clone(), slots=batch.slots.clone())
+
+
+def _before_attention(attention: Any, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Any) -> Tensor:
+    return attention.before(hidden, positions, slots, cache)
+
+
+def _to_next_layer(layer: CompiledLayer, mixed: Tensor, residual: Tensor) -> Tensor:
+    """What attention found -> norm'd hidden [T, D] of the next layer; `residual` [T, D] is added to in place."""
+    hidden = layer.post_norm.add(layer.attention.after(mixed), residual)
+    return layer.next_norm.add(layer.feed_forward.forward(hidden), residual)
+
+
+def _to_experts(layer: CompiledLayer, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What attention found -> what `MoE.after` takes; `residual` [T, D] is added to in place."""
+    hidden = layer.post_norm.add(layer.attention.after(mixed), residual)
+    return hidden, *layer.feed_forward.before(hidden)  # type: ignore[attr-defined]
