@@ -228,6 +228,7 @@ class CoreClient:
                         future.set_exception(EngineDeadError(str(message.value)))
             elif isinstance(message, messages.CoreFailed):
                 core.note_failure(message.message)
+                self._died(core, core.dead or "")
 
     def _died(self, core: CoreProcess, cause: str) -> None:
         for inbox in self._inboxes.values():
