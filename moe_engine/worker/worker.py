@@ -38,7 +38,7 @@ from moe_engine.worker.kv_pool import KVPool, kv_spec
 from moe_engine.worker.mla_form import form_policy
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner, PendingResult
-from moe_engine.worker.speculation.build import DraftOptions, add_speculation, num_mtp_layers
+from moe_engine.worker.speculation.build import DraftOptions, add_speculation, mtp_layers, num_mtp_layers
 from moe_engine.worker.warmup import compile_kernels, warm_up
 
 logger = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ def _prepare(
     warm_up(runner)
     compile_kernels(backends, options.shapes)
     num_graphs = record_steps(runner, options.graphs, progress=progress)
-    experts = attach_experts(runner, config, options.experts, parallel, backends.experts)
+    experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
     info = WorkerInfo(
         choices=backends.choices,
         weight_bytes=getattr(model, "weight_bytes", 0)

@@ -21,7 +21,7 @@ from tests.ranks.drill import ended
 
 GROUPS = ("--tp", "2", "--attn-dp-size", "2")
 REPLICAS = ("--dp", "2", "--watchdog-timeout", "2")
-NAMING_SECONDS = {signal.SIGKILL: 5.0, signal.SIGSTOP: 10.0}
+NAMING_SECONDS = {signal.SIGKILL: 10.0, signal.SIGSTOP: 20.0}
 """Far above what it takes; what it took is printed."""
 LONG, LONG_PROMPT = 1500, 1500
 
@@ -33,12 +33,14 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Ask:
-    """A request, and its fate: its HTTP status, tokens that came, and how it ended."""
+    """A request, and its fate: its HTTP status, tokens that came, and how it ended. With `again` it is asked anew when
+    it has all its tokens, so that however slow this process is, a request runs at the moment of the strike."""
 
     rank: int
     length: int
     max_new_tokens: int
     stream: bool = True
+    again: bool = False
     status: int = 0
     tokens: int = 0
     fate: str = ""
@@ -50,6 +52,13 @@ class Ask:
         return self
 
     def _run(self, server: ServerProcess) -> None:
+        while True:
+            self._ask(server)
+            if not self.again or self.fate != "length":
+                return
+
+    def _ask(self, server: ServerProcess) -> None:
+        self.tokens, self.fate = 0, ""
         body = {
             "input_ids": [5 + (7 * self.rank + 3 * i + self.length) % 200 for i in range(self.length)],
             "sampling_params": {"temperature": 0.0, "max_new_tokens": self.max_new_tokens, "ignore_eos": True},
@@ -104,12 +113,13 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[ServerProcess, list[psu
         yield server, ranks
 
 
-def decoding(server: ServerProcess) -> list[Ask]:
+def decoding(server: ServerProcess, again: tuple[int, ...] = (0, 1)) -> list[Ask]:
     """Two streamed requests of each rank, every one of which has got some tokens, those of rank 1 just now; and one
-    more, not streamed."""
+    more, not streamed. Those of the ranks `again` run until the strike."""
     asked: list[Ask] = []
     for rank in (0, 1):
-        asked += [Ask(rank, 4 + i, LONG, stream=rank == 0 or i < 2).send(server) for i in range(2 + rank)]
+        more = [Ask(rank, 4 + i, LONG, stream=rank == 0 or i < 2, again=rank in again) for i in range(2 + rank)]
+        asked += [ask.send(server) for ask in more]
         until(lambda so_far=tuple(asked): all(ask.tokens > 3 for ask in so_far if ask.stream), server)
     return asked
 
@@ -171,7 +181,7 @@ def test_a_group_stopped_in_prefill_ends_all(tmp_path: Path) -> None:
 
 def test_replicas_go_on_without_a_lost_one(tmp_path: Path) -> None:
     with serving(tmp_path, *REPLICAS) as (server, ranks):
-        asked = decoding(server)
+        asked = decoding(server, again=(1,))
         strike(ranks[1], signal.SIGSTOP, asked[2:], "of replica DP1 in decode")
         assert all("engine core DP1" in ask.fate for ask in asked[2:])
         assert [ask.fate_within(60) for ask in asked[:2]] == ["length"] * 2
