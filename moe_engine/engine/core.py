@@ -217,7 +217,7 @@ class EngineCore:
         elif isinstance(message, messages.AbortRequest):
             self._publish(self._abort(message))
         elif isinstance(message, messages.Call):
-            begun = self._experts.begin(message.method) if self._experts is not None else None
+            begun = self._experts.begin(message.method, message.args) if self._experts is not None else None
             if begun is None:
                 self._port.send(self._answer(message))
             else:
