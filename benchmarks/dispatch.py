@@ -151,6 +151,7 @@ def needed(case: Case, rank: int, ids: Tensor, row_bytes: int) -> int:
     return total
 
 
+@torch.inference_mode()
 def measure(rank: int, case: Case, seconds: float) -> Line:
     """All contestants in turn, until the time is over; every rank does the same number of rounds."""
     sent: list[list[int]] = []

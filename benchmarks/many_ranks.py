@@ -3,7 +3,8 @@
     python -m benchmarks.many_ranks [--shape moe-390m] [--forms one tp2 ep2 ...] [--rounds 3]
 
 Each form serves the same greedy requests offline, the forms taking turns; a form's threads add up to those of one rank.
-The exchange is measured between schedulers in processes of their own, without anything else to do.
+The exchange is measured between schedulers in processes of their own, without anything else to do. Results are written
+after each measurement, so that a run that is cut leaves what it had.
 """
 
 from __future__ import annotations
@@ -102,14 +103,29 @@ def main(argv: list[str] | None = None) -> int:
         print(f"agreeing on a step, {groups} schedulers: {microseconds:.0f} us (median)")
     path = None if args.shape == "demo" else str(checkpoints.ensure_checkpoint(args.shape))
     rates: dict[str, list[float]] = {name: [] for name in args.forms}
+    written = args.json or report.result_path("many_ranks", "cpu", report.RESULTS)
     for _ in range(args.rounds):
         for name in args.forms:
             rates[name].append(throughput(FORMS[name], path, args.requests, args.input_len, args.output_len))
-    base = median(rates[args.forms[0]])
+            if not args.no_json:
+                report.write_result("many_ranks", _values(args, exchange, rates), path=written)
+    ratios = _ratios(rates)
     print(f"{'form':<24}{'tok/s':>10}{'ratio':>8}")
     for name in args.forms:
-        print(f"{name:<24}{median(rates[name]):>10.0f}{median(rates[name]) / base:>8.2f}")
-    values = {
+        print(f"{name:<24}{median(rates[name]):>10.0f}{ratios[name]:>8.2f}")
+    if not args.no_json:
+        print(written)
+    return 0
+
+
+def _ratios(rates: dict[str, list[float]]) -> dict[str, float]:
+    """Of the forms that were measured, to the first."""
+    base = median(next(iter(rates.values())))
+    return {name: median(found) / base for name, found in rates.items() if found}
+
+
+def _values(args: argparse.Namespace, exchange: dict[int, float], rates: dict[str, list[float]]) -> dict[str, Any]:
+    return {
         "shape": args.shape,
         "requests": args.requests,
         "input_len": args.input_len,
@@ -117,11 +133,8 @@ def main(argv: list[str] | None = None) -> int:
         "rounds": args.rounds,
         "exchange_us": exchange,
         "output_tokens_per_second": rates,
-        "ratio_to_first": {name: median(rates[name]) / base for name in args.forms},
+        "ratio_to_first": _ratios(rates),
     }
-    if not args.no_json:
-        print(report.write_result("many_ranks", values, path=args.json))
-    return 0
 
 
 if __name__ == "__main__":

@@ -3,17 +3,19 @@
 Runs the factors of `tests.many_ranks.forms` on tiny random checkpoints: each way to spread attention with each way to
 spread experts at 2, 4 and 8 ranks, and among these cases every two settings of everything else (model, replicas, head,
 dense layers, drafts, chunks, pages, prefix cache, retraction, ...) meet. Tokens, greedy and sampled, must be equal, and
-log-probabilities of tokens and prompts to within 1e-4. Prints a line a case, writes ``benchmarks/results/``, and exits
-with 1 on a difference. From the root of the repository, with the test extras installed.
+log-probabilities of tokens and prompts to within 1e-4. Prints a line a case, writes ``benchmarks/results/`` after each,
+and exits with 1 on a difference; a run that was cut goes on with ``--resume FILE``. From the root of the repository,
+with the test extras installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,27 @@ def _apart(case: Mapping[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in FACTORS if name in found}
 
 
-def run_cases(forms: Forms, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs cases, printing a line for each; returns them with what they came to."""
+def run_cases(
+    forms: Forms,
+    cases: list[dict[str, Any]],
+    done: list[dict[str, Any]],
+    keep: Callable[[list[dict[str, Any]]], object],
+) -> list[dict[str, Any]]:
+    """Runs the cases that are not done, printing a line for each; returns all with what they came to.
+
+    Args:
+        keep: called with all results so far after each case.
+    """
     widths = [max(len(name), *(len(str(value)) for value in values)) for name, values in FACTORS.items()]
     print("  ".join(name.ljust(width) for name, width in zip(FACTORS, widths)) + "  seconds  retracted  error")
-    results = []
+    results = list(done)
+    finished = [result["case"] for result in done]
     for case in cases:
+        if case in finished:
+            continue
         result = _run_case(forms, case)
         results.append(result)
+        keep(results)
         values = "  ".join(str(case[name]).ljust(width) for name, width in zip(FACTORS, widths))
         retractions, error = result.get("retractions", "-"), result.get("largest_logprob_error")
         shown = "failed" if error is None else f"{error:.1e}"
@@ -91,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of checkpoints, prompts and the choice of cases")
     parser.add_argument("--only", nargs="*", default=[], metavar="FACTOR=VALUE", help="cases with these values alone")
     parser.add_argument("--json", type=Path, help="where to write the results, instead of benchmarks/results")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with the run that wrote this, but was cut")
     args = parser.parse_args(argv)
     wanted = dict(item.split("=", 1) for item in args.only)
     if unknown := wanted.keys() - FACTORS.keys():
@@ -101,12 +117,25 @@ def main(argv: list[str] | None = None) -> int:
         for case in whole_matrix(args.seed)
         if all(str(case[name]) == value for name, value in wanted.items())
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        results = run_cases(Forms(Path(folder), args.prompts, args.tokens, args.seed), cases)
-    wrong = sum(map(_is_wrong, results))
-    print(f"\n{summary(results)}\n\n{len(results)} cases, {wrong} with differences or failures")
     settings = {"prompts": args.prompts, "tokens": args.tokens, "seed": args.seed, "only": args.only}
-    print(report.write_result("parallel_forms", {"settings": settings, "cases": results}, path=args.json))
+    done: list[dict[str, Any]] = []
+    if args.resume:
+        before = json.loads(args.resume.read_text())
+        if before["settings"] != settings:
+            parser.error(f"{args.resume} is of a run with {before['settings']}")
+        done = [result for result in before["cases"] if result["case"] in cases and not _is_wrong(result)]
+        print(f"{len(done)} of {len(cases)} cases agreed before")
+    path = args.json or args.resume or report.result_path("parallel_forms", "cpu", report.RESULTS)
+
+    def keep(results: list[dict[str, Any]]) -> None:
+        values = {"settings": settings, "planned": len(cases), "cases": results}
+        report.write_result("parallel_forms", values, path=path)
+
+    keep(done)
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_cases(Forms(Path(folder), args.prompts, args.tokens, args.seed), cases, done, keep)
+    wrong = sum(map(_is_wrong, results))
+    print(f"\n{summary(results)}\n\n{len(results)} cases, {wrong} with differences or failures\n{path}")
     return 1 if wrong or not results else 0
 
 

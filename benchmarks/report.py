@@ -101,7 +101,8 @@ def result_path(name: str, device: str = "cpu", folder: Path = RESULTS) -> Path:
 def write_result(
     name: str, values: dict[str, Any], *, device: str = "cpu", path: Path | None = None, folder: Path = RESULTS
 ) -> Path:
-    """Writes the values with machine, versions, commit, date and command beside them; returns the file."""
+    """Writes the values with machine, versions, commit, date and command beside them; returns the file. Whoever is
+    interrupted leaves the file as it was: long runs write what they have again and again."""
     path = path or result_path(name, device, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {
@@ -112,7 +113,9 @@ def write_result(
         "machine": machine(device),
         "versions": versions(),
     }
-    path.write_text(json.dumps({"about": about, **values}, indent=1, default=str) + "\n")
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps({"about": about, **values}, indent=1, default=str) + "\n")
+    partial.replace(path)
     return path
 
 

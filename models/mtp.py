@@ -65,6 +65,10 @@ class MTPLayers:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def feed_forwards(self) -> list[Any]:
+        return [layer.feed_forward for layer in self._layers]
+
     def forward(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """One step of one layer, over any tokens that a step of the main model could have.
 
@@ -135,6 +139,10 @@ class MTPLayer:
         self._project = load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
         self._decoder = model.make_layer(layer_index, reader, model.make_norm(reader, f"{name}.shared_head.norm"))
+
+    @property
+    def feed_forward(self) -> Any:
+        return self._decoder.feed_forward
 
     def forward(self, embedding: Tensor, hidden: Tensor, *attention_args: Any) -> Tensor:
         residual = self._join(embedding, hidden)

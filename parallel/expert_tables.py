@@ -6,7 +6,7 @@ Legend: L layers of the model, E logical experts, P slots, G expert-parallel ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,14 +15,15 @@ from torch import Tensor
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.replicas import Algorithm, ReplicaChoice
 
-if TYPE_CHECKING:
-    from moe_engine.parallel.recording.recorder import ExpertRecorder
+
+class CountsByLayer(Protocol):
+    def update_layer(self, layer_index: int, physical_to_logical: Tensor) -> None: ...
 
 
 class ExpertTables:
     """The placement in force, and the copy that this rank's tokens go to.
 
-    Layers behind the placement's last one (MTP layers) have the trivial placement and keep it.
+    Layers behind the placement's last one (MTP layers) begin with the trivial placement.
 
     Args:
         placement: complete, of the model's own layers.
@@ -58,6 +59,11 @@ class ExpertTables:
         """Of the model's own layers, as it is now."""
         return ExpertPlacement(self._table[: self.num_layers], self._num_experts, self._num_ranks)
 
+    @property
+    def whole_placement(self) -> ExpertPlacement:
+        """Of the MTP layers too."""
+        return ExpertPlacement(self._table, self._num_experts, self._num_ranks)
+
     def held(self, layer: int) -> list[int]:
         """The logical expert in each of this rank's slots."""
         first = self.rank * self.slots_per_rank
@@ -67,9 +73,9 @@ class ExpertTables:
         """topk_ids int [T, K] logical -> int32 [T, K] slots."""
         return self._choice.to_physical(layer, topk_ids)
 
-    def update_layer(self, layer: int, table: Sequence[int], recorder: ExpertRecorder | None = None) -> None:
-        """The layer's slots hold these experts [P] from now on."""
+    def update_layer(self, layer: int, table: Sequence[int], counter: CountsByLayer | None = None) -> None:
+        """The layer's slots hold these experts [P] from now on; so does who counts them learn."""
         self._table[layer] = table
         self._choice.update_layer(layer, self._table[layer])
-        if recorder is not None:
-            recorder.update_layer(layer, torch.from_numpy(self._table[layer]))
+        if counter is not None:
+            counter.update_layer(layer, torch.from_numpy(self._table[layer]))

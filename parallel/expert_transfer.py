@@ -21,6 +21,13 @@ from moe_engine.parallel.collectives import PeerLost
 from moe_engine.parallel.placement.moves import Chunk
 from moe_engine.parallel.topology import RankLists
 
+Kind = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def kind_of(parts: Sequence[Tensor]) -> Kind:
+    """Experts of one kind fit into each other's memory."""
+    return tuple((part.shape, part.dtype) for part in parts)
+
 
 class SlotMemory:
     """The memory of this rank's experts, by layer and slot, and spare memory of the same shapes.
@@ -33,22 +40,22 @@ class SlotMemory:
     def __init__(self, kernel: MovableExperts, weights: Mapping[int, ExpertWeights], num_spare: int) -> None:
         self._kernel = kernel
         self._weights = weights
-        like = kernel.expert_memory(next(iter(weights.values())), 0)
-        self._spare = [[torch.empty_like(part) for part in like] for _ in range(num_spare)]
-        self.num_bytes = num_spare * self.expert_bytes
-
-    @property
-    def expert_bytes(self) -> int:
-        return sum(part.nbytes for part in self._kernel.expert_memory(next(iter(self._weights.values())), 0))
+        self._spare: dict[Kind, list[list[Tensor]]] = {}
+        for of_layer in weights.values():  # all alike, but where a checkpoint stores its MTP layers otherwise
+            like = kernel.expert_memory(of_layer, 0)
+            if kind_of(like) not in self._spare:
+                self._spare[kind_of(like)] = [[torch.empty_like(part) for part in like] for _ in range(num_spare)]
+        self.num_bytes = sum(part.nbytes for spares in self._spare.values() for spare in spares for part in spare)
 
     def slot(self, layer: int, slot: int) -> Sequence[Tensor]:
         return self._kernel.expert_memory(self._weights[layer], slot)
 
-    def take_spare(self) -> list[Tensor]:
-        return self._spare.pop()
+    def take_spare(self, layer: int) -> list[Tensor]:
+        """For an expert of the layer."""
+        return self._spare[kind_of(self.slot(layer, 0))].pop()
 
     def give_back(self, spare: list[Tensor]) -> None:
-        self._spare.append(spare)
+        self._spare[kind_of(spare)].append(spare)
 
 
 class Work(Protocol):
@@ -144,7 +151,7 @@ class ExpertTransfer:
                 assert copy.source is not None
                 (sender, from_slot), (receiver, to_slot) = (divmod(s, self._per_rank) for s in (copy.source, copy.dest))
                 if receiver == self._rank:
-                    spare = self._memory.take_spare()
+                    spare = self._memory.take_spare(chunk.layer)
                     self._arrivals.append(_Arrival(chunk.layer, to_slot, spare))
                     if sender == self._rank:
                         _copy(self._memory.slot(chunk.layer, from_slot), spare)

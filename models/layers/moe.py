@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,18 @@ def router_spec(moe: MoEConfig) -> RouterSpec:
         renormalize=moe.renormalize,
         scale=moe.scale,
     )
+
+
+class ChoiceCounter(Protocol):
+    """Who is told what a layer's router chose."""
+
+    counting: bool
+
+    def room_for(self, num_tokens: int) -> Tensor:
+        """int32 [T, K] that a layer run in one call may fill and give to `on_select`."""
+
+    def on_select(self, layer_index: int, topk_ids: Tensor) -> None:
+        """topk_ids int [T, K] slots; only while `counting`."""
 
 
 class MoE:
@@ -99,7 +111,7 @@ class MoE:
         if self._tables is None:
             self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
-        self._recorder: ExpertRecorder | None = None
+        self._recorder: ChoiceCounter | None = None
 
     @property
     def fused(self) -> Any | None:
@@ -107,8 +119,8 @@ class MoE:
         return None if self._whole is None else self._whole.args[0]
 
     def record(self, recorder: ExpertRecorder) -> None:
-        """Leaves the choices of every pass with the recorder while it counts."""
-        self._recorder = recorder
+        """Leaves the choices of every pass, or what arrives here, with the recorder while it counts."""
+        self.count(recorder)
         if recorder.wants_arrivals and isinstance(self._routed, DispatchedExperts):
 
             def arrived(counts: Tensor) -> None:
@@ -126,6 +138,10 @@ class MoE:
         """The experts [T, K] of a pass while somebody counts."""
         assert self._recorder is not None
         self._recorder.on_select(self.layer_index, ids)
+
+    def count(self, counter: ChoiceCounter) -> None:
+        """Tells it of the choices while it counts."""
+        self._recorder = counter
 
     def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
         if self._whole is not None:

@@ -142,10 +142,16 @@ class CoreClient:
             lane.send(messages.AbortRequest(rid=rid, prefix=True, all=all, reason=reason))
 
     async def call(self, method: str, **args: Any) -> list[Any]:
+        return list(await asyncio.gather(*(self._call(lane, method, args) for lane in self._alive())))
+
+    async def call_one(self, method: str, **args: Any) -> Any:
+        return await self._call(self._alive()[0], method, args)
+
+    def _alive(self) -> list[_Lane]:
         alive = [lane for lane in self._lanes if not lane.core.dead]
         if not alive:
             raise EngineDeadError(self._cause())
-        return list(await asyncio.gather(*(self._call(lane, method, args) for lane in alive)))
+        return alive
 
     def _choose(self, request: AddRequest) -> int:
         able = [number for number, lane in enumerate(self._lanes) if not lane.core.dead]
@@ -228,6 +234,7 @@ class CoreClient:
                         future.set_exception(EngineDeadError(str(message.value)))
             elif isinstance(message, messages.CoreFailed):
                 core.note_failure(message.message)
+                self._died(core, core.dead or "")
 
     def _died(self, core: CoreProcess, cause: str) -> None:
         for inbox in self._inboxes.values():

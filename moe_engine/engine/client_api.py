@@ -85,6 +85,9 @@ class EngineClient(Protocol):
     async def call(self, method: str, **args: Any) -> list[Any]:
         """Control call to every scheduler, an answer of each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""
 
+    async def call_one(self, method: str, **args: Any) -> Any:
+        """The same to one scheduler, always the same one as long as it lives."""
+
     def health(self) -> Health:
         """Of all schedulers together."""
 

@@ -114,14 +114,7 @@ class EngineCore:
         self._board_written = 0.0
 
     def run(self) -> None:
-        """Serves until a `Shutdown`; raises what makes it impossible to go on, after the requests were told."""
-        try:
-            self._loop()
-        except EngineDeadError as error:
-            self._publish(self._scheduler.fail_all(str(error)))
-            raise
-
-    def _loop(self) -> None:
+        """Serves until a `Shutdown`. Raises what makes it impossible to go on; the front end tells all requests."""
         while True:
             self._check()
             idle = self._in_flight is None and self._scheduler.is_idle()
@@ -224,7 +217,7 @@ class EngineCore:
         elif isinstance(message, messages.AbortRequest):
             self._publish(self._abort(message))
         elif isinstance(message, messages.Call):
-            begun = self._experts.begin(message.method) if self._experts is not None else None
+            begun = self._experts.begin(message.method, message.args) if self._experts is not None else None
             if begun is None:
                 self._port.send(self._answer(message))
             else:

@@ -80,7 +80,8 @@ def _serve(core: EngineCore, port: ZmqPort) -> int:
         core.run()
     except Exception as error:
         logger.error("engine core stops: %s\n%s", error, _details(error))
-        port.send(messages.CoreFailed(f"{type(error).__name__}: {error}"))
+        named = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+        port.send(messages.CoreFailed(named))
         port.close()
         return 1
     port.close()

@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from moe_engine.engine import messages
+from moe_engine.engine.held_child import HeldChild
 from moe_engine.engine.process import ChildProcess
 from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.run_folder import RunFolder
@@ -26,6 +27,8 @@ from moe_engine.models import registry
 logger = logging.getLogger("moe_engine")
 
 CORE_MODULE = "moe_engine.engine.core_main"
+HELD_SECONDS = 5.0
+"""A core that a signal holds for so long while it starts is ended. Later the watchdog finds it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,11 @@ class CoreSpec:
 
 
 class CoreProcess:
-    """Starts a core and watches it. `dead` is None or a sentence naming the process and how it ended."""
+    """Starts a core and watches it.
+
+    `dead` is None or a sentence that names the process and why it serves no more: what it said itself before it went,
+    or how it ended. It never changes, so that all requests of a core get the same one.
+    """
 
     def __init__(self, config: Any, *, name: str = "engine core", ranks: RankGroupOptions | None = None) -> None:
         self._folder = RunFolder()
@@ -69,7 +76,7 @@ class CoreProcess:
         self.from_core.bind(from_core_address)
         ready_address = f"ipc://{folder}/ready"
         self.dead: str | None = None
-        self._failure: str | None = None
+        self._killed_for = ""
         self._expected = False
         self._lock = threading.Lock()
         self._listeners: list[tuple[Callable[[str], None], asyncio.AbstractEventLoop]] = []
@@ -96,39 +103,56 @@ class CoreProcess:
         self.to_core_addresses = [spec.to_core_of(0)]
         """Of all groups' cores, once they are ready."""
         self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
+        self._held = HeldChild(self._child)
 
     @property
     def pid(self) -> int:
         return self._child.pid
 
-    def wait_ready(self, poll: float = 0.05) -> dict[str, Any]:
-        """Blocks until the core serves; returns its facts.
+    def wait_ready(self) -> dict[str, Any]:
+        """Blocks until the core serves; returns its facts. Raises as `poll_ready`."""
+        while (facts := self.poll_ready()) is None:
+            pass
+        return facts
+
+    def poll_ready(self, seconds: float = 0.05) -> dict[str, Any] | None:
+        """The core's facts once it serves; None if it does not within `seconds`.
 
         Raises:
             ConfigError: the core refused the configuration or the checkpoint, with its message.
-            EngineDeadError: the core failed or died, with what it said.
+            EngineDeadError: the core failed, died or is held by a signal, with what it said.
         """
         try:
-            while True:
-                if self._ready.poll(int(poll * 1000)):
-                    message = messages.decode_from_core(self._ready.recv())
-                    if isinstance(message, messages.CoreReady):
-                        self.to_core_addresses = message.info["core_addresses"]
-                        return message.info
-                    assert isinstance(message, messages.CoreFailed)
-                    self.expect_exit()
-                    self.stop(5.0)
-                    if message.error == "ConfigError":
-                        raise ConfigError(message.message)
-                    if message.traceback:
-                        logger.error("%s", message.traceback)
-                    raise EngineDeadError(message.message)
-                if self.dead and not self._ready.poll(0):
-                    self._cleanup()
-                    raise EngineDeadError(f"{self.dead} while starting; its last lines above say why")
-        finally:
-            if not self._ready.closed:
-                self._ready.close(0)
+            if self._ready.poll(int(seconds * 1000)):
+                message = messages.decode_from_core(self._ready.recv())
+                if isinstance(message, messages.CoreReady):
+                    self._ready.close(0)
+                    self.to_core_addresses = message.info["core_addresses"]
+                    return message.info
+                assert isinstance(message, messages.CoreFailed)
+                raise self._failed_start(message)
+            if self.dead and not self._ready.poll(0):
+                self._cleanup()
+                raise EngineDeadError(f"{self.dead} while starting; its last lines above say why")
+            if (held := self._held.seconds()) > HELD_SECONDS:
+                self.expect_exit()
+                self.stop(0.0)
+                name = f"{self._child.name} (pid {self.pid})"
+                raise EngineDeadError(f"{name} has been stopped by a signal for {held:.1f} s while starting")
+        except BaseException:
+            self._ready.close(0)
+            raise
+        return None
+
+    def _failed_start(self, failure: messages.CoreFailed) -> ConfigError | EngineDeadError:
+        """What to raise for a core that said why it cannot serve; it has ended then."""
+        self.expect_exit()
+        self.stop(5.0)
+        if failure.error == "ConfigError":
+            return ConfigError(failure.message)
+        if failure.traceback:
+            logger.error("%s", failure.traceback)
+        return EngineDeadError(failure.message)
 
     def on_death(self, listener: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
         """Calls `listener(cause)` on `loop` when the core dies, at once if it has already."""
@@ -139,12 +163,13 @@ class CoreProcess:
             loop.call_soon(listener, dead)
 
     def note_failure(self, message: str) -> None:
-        """What the core said before it went; becomes part of the cause of death."""
-        self._failure = message
+        """The core said why it goes."""
+        with self._lock:
+            self.dead = self.dead or f"{self._child.name} (pid {self.pid}) failed: {message}"
 
     def kill(self, reason: str) -> None:
         """Ends a core that does not move any more; whoever waits on it gets the reason."""
-        self.note_failure(reason)
+        self._killed_for = reason
         self._child.kill()
 
     def expect_exit(self) -> None:
@@ -157,12 +182,12 @@ class CoreProcess:
 
     def _exited(self, how: str) -> None:
         time.sleep(0.1)  # lets a last CoreFailed message arrive
-        cause = f"{how}: {self._failure}" if self._failure else how
         with self._lock:
-            self.dead = cause
+            ended = f"{how}: {self._killed_for}" if self._killed_for else how
+            cause = self.dead = self.dead or ended
             listeners = list(self._listeners)
         if not self._expected:
-            logger.error("%s", cause)
+            logger.error("%s", ended)
         for listener, loop in listeners:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
                 loop.call_soon_threadsafe(listener, cause)

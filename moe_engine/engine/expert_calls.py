@@ -1,9 +1,10 @@
-"""Control calls about experts, as an engine core answers them: it asks all of its ranks, and writes their dumps.
+"""Control calls about experts, as an engine core answers them: it asks all of its ranks. One core writes dumps for all.
 
     call                 answer
     expert_start         {} when every rank records, or an error
     expert_stop          {}
-    expert_dump          {"paths": [...]}: the files
+    expert_take          {"parts": [...]}: what was recorded, which is forgotten here
+    expert_write         {"paths": [...]}: the files that hold the argument `parts`, of all cores
     expert_snapshot      {"view": {...}}: the live view, summed over the ranks; None where nothing can be recorded
 
 An answer may be {"error": sentence} instead, with "off" where nothing can be recorded.
@@ -11,7 +12,7 @@ An answer may be {"error": sentence} instead, with "off" where nothing can be re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,6 +36,7 @@ class Ranks(Protocol):
         """Calls one of `worker.CALLS` on every rank, between two of its steps; answers in the order of the ranks."""
 
 
+NO_ARGUMENTS: Mapping[str, Any] = {}
 OFF = {"error": NOT_RECORDED, "off": True}
 
 
@@ -55,12 +57,16 @@ class ExpertCalls:
         self._known: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]]]] = {
             "expert_start": ("start_experts", self._started),
             "expert_stop": ("stop_experts", self._stopped),
-            "expert_dump": ("dump_experts", self._dumped),
+            "expert_take": ("dump_experts", self._taken),
             "expert_snapshot": ("view_experts", self._viewed),
         }
 
-    def begin(self, method: str) -> Future[dict[str, Any]] | None:
+    def begin(self, method: str, args: Mapping[str, Any] = NO_ARGUMENTS) -> Future[dict[str, Any]] | None:
         """None if the call is not about experts."""
+        if method == "expert_write":
+            written: Future[list[Any]] = Future()
+            written.set_result(args["parts"])
+            return self._thread.submit(_finish, written, self._written)
         if method not in self._known:
             return None
         ask, finish = self._known[method]
@@ -74,14 +80,22 @@ class ExpertCalls:
     def _stopped(self, able: list[bool]) -> dict[str, Any]:
         return {} if all(able) else OFF
 
-    def _dumped(self, of_ranks: list[Any]) -> dict[str, Any]:
+    def _taken(self, of_ranks: list[Any]) -> dict[str, Any]:
+        from moe_engine.parallel.recording.merge import sum_counts
+
+        if of_ranks and all(part is None for part in of_ranks):
+            return OFF
+        parts = [part for part in of_ranks if part is not None]
+        counts = [part for part in parts if "counts" in part]
+        others = [part for part in parts if "counts" not in part]
+        return {"parts": ([sum_counts(counts)] if counts else []) + others}
+
+    def _written(self, parts: list[Any]) -> dict[str, Any]:
         from moe_engine.parallel.recording.merge import DumpWriter
 
         if self._writer is None:
             self._writer = DumpWriter(self._directory)
-        if of_ranks and all(part is None for part in of_ranks):
-            return OFF
-        return {"paths": [str(path) for path in self._writer.write(of_ranks)]}
+        return {"paths": [str(path) for path in self._writer.write(parts)]}
 
     def _viewed(self, of_ranks: list[Any]) -> dict[str, Any]:
         return {"view": sum_snapshots(of_ranks)}

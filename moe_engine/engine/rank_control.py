@@ -16,12 +16,15 @@ import msgspec
 import zmq
 
 from moe_engine.engine import rank_messages as messages
+from moe_engine.engine.rank_echo import echoing_rank
 from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.rank_watch import TICK_SECONDS, RankWatch
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.worker.rank_group import RankLost
 
 logger = logging.getLogger("moe_engine")
+
+PING_SECONDS = 0.5
 
 
 @dataclass
@@ -61,6 +64,8 @@ class RankControl:
         except zmq.ZMQError as error:
             raise ConfigError(f"--dist-init-addr {options.leader_address}: cannot listen there: {error}") from None
         self._peers: set[bytes] = set()
+        self._echoes: set[bytes] = set()
+        self._pinged = 0.0
         self._asked: queue.SimpleQueue[tuple[str, Future[list[Any]]]] = queue.SimpleQueue()
         self._calls: dict[int, RankCall] = {}
         self._call_ids = itertools.count()
@@ -95,6 +100,7 @@ class RankControl:
             if now - last >= TICK_SECONDS:
                 self._watch.tick(now - last)
                 last = now
+            self._ping(now)
             self._invite_those_that_can_come()
             self._begin_calls()
             if self._watch.all_loaded and not released:
@@ -124,6 +130,11 @@ class RankControl:
                 identity, body = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if (rank := echoing_rank(identity)) is not None:
+                self._echoes.add(identity)
+                if rank < self._options.size:
+                    self._watch.runs(rank)
+                continue
             self._peers.add(identity)
             message = messages.decode_to_leader(body)
             if isinstance(message, messages.Hello) and message.rank < self._options.size:
@@ -133,6 +144,14 @@ class RankControl:
                 self._tell(identity, messages.Leave(str(self._watch.verdict)))
             else:
                 self._tell(identity, messages.Alive())
+
+    def _ping(self, now: float) -> None:
+        """During the start, when beats may be missing from ranks that are well."""
+        if self._watch.armed or now - self._pinged < PING_SECONDS:
+            return
+        self._pinged = now
+        for identity in self._echoes:
+            self._socket.send_multipart([identity, b""])
 
     def _take(self, message: messages.ToLeader) -> None:
         watch = self._watch

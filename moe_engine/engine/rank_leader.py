@@ -85,6 +85,7 @@ class RankGroup:
         prepared: list[Any] = []
         threading.Thread(target=self._prepare, args=(prepared,), name="rank-start", daemon=True).start()
         while not (self.watch.all_loaded and prepared):
+            self._ranks.find_held(self.watch.died)
             if self._lost.wait(0.01):
                 self._raise()
         if not self._sender.wait_subscribed(self._options.group_size - 1, self._options.limits.silent):

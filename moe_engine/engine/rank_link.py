@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import zmq
 
 from moe_engine.engine import rank_messages as messages
+from moe_engine.engine.rank_echo import start_echo
+from moe_engine.engine.rank_options import WatchLimits
 from moe_engine.engine.rank_watch import Silence
 from moe_engine.worker.rank_group import Failure
 
@@ -34,7 +36,8 @@ class RankLink:
 
     Args:
         hello: sent first; `sign` makes the sign of life sent every `BEAT_SECONDS`.
-        silent: seconds without an answer, after the first one, that make the leader lost.
+        limits: without an answer, after the first one, the leader is lost after `silent` seconds, during the start
+            after `start_silent`.
         leave: called from the link's thread, once, with the reason why this process must end now.
         run: begins a call that the leader asks for; its future holds the answer.
     """
@@ -45,7 +48,7 @@ class RankLink:
         identity: str,
         hello: messages.Hello | messages.NodeHere,
         sign: Callable[[], messages.ToLeader],
-        silent: float,
+        limits: WatchLimits,
         leave: Callable[[str], None],
         run: Callable[[str], Future[Any]] | None = None,
     ) -> None:
@@ -53,7 +56,7 @@ class RankLink:
         self.go: Future[messages.Go] = Future()
         self.address = address
         self._identity, self._hello, self._sign = identity, hello, sign
-        self._silent, self._leave = silent, leave
+        self._limits, self._leave = limits, leave
         self._run_call = run
         self._leader = f"the leader at {address}"
         self._outbox: queue.SimpleQueue[messages.ToLeader] = queue.SimpleQueue()
@@ -61,6 +64,8 @@ class RankLink:
         self.met = threading.Event()
         """Set when the leader has answered."""
         self._closing = False
+        if isinstance(hello, messages.Hello):
+            start_echo(address, hello.rank)
         self._thread = threading.Thread(target=self._run, name="rank link", daemon=True)
         self._thread.start()
 
@@ -104,7 +109,8 @@ class RankLink:
             now = time.monotonic()
             silence.pass_time(now - last)
             last = now
-            if self.met.is_set() and silence.seconds > self._silent and not socket.poll(0):
+            limit = self._limits.silent if self.go.done() else self._limits.start_silent
+            if self.met.is_set() and silence.seconds > limit and not socket.poll(0):
                 why = "stopped, or its machine or link is down"
                 self._leave(f"{self._leader} silent for {silence.seconds:.1f} s ({why})")
                 return

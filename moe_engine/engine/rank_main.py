@@ -59,9 +59,9 @@ class Follower:
         self._said_idle = False
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._link.hurry())
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
-        silent = spec.options.limits.silent
+        limits = spec.options.limits
         self._worker: Future[LocalWorker] = Future()
-        self._link = RankLink(spec.control_address, f"rank{self._rank}", hello, self._sign, silent, leave, self._call)
+        self._link = RankLink(spec.control_address, f"rank{self._rank}", hello, self._sign, limits, leave, self._call)
 
     def run(self) -> int:
         """Returns the exit code after an orderly end; a lost group ends the process from the link's thread."""

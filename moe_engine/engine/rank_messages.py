@@ -66,7 +66,7 @@ class Failed(RankMessage, tag="failed"):
 
 
 class Died(RankMessage, tag="died"):
-    """From the launcher of another node: `how` names a rank's process there and how it ended."""
+    """From the launcher of another node: `how` names a rank's process there and how it ended, or what holds it."""
 
     rank: int
     how: str

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from moe_engine.engine import rank_messages as messages
@@ -48,12 +48,12 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
         ranks.kill()
         os._exit(1)
 
-    link = RankLink(address, f"node{options.node_rank}", here, lambda: here, options.limits.silent, leave)
+    link = RankLink(address, f"node{options.node_rank}", here, lambda: here, options.limits, leave)
     ranks = LocalRanks(config, options, address, rank_exited, log_level)
     try:
         with _first_sigterm_ignored():
             _wait_for_leader(link, options)
-            _wait_for_ranks(ranks)
+            _wait_for_ranks(ranks, rank_exited)
         if any(ranks.returncodes):
             time.sleep(LEAVE_SECONDS)  # the leader says why and `leave` logs it
     finally:
@@ -74,8 +74,9 @@ def _wait_for_leader(link: RankLink, options: RankGroupOptions) -> None:
         logger.info("Waiting for the leader at %s, %.0f of %.0f s", link.address, waited, limits.start)
 
 
-def _wait_for_ranks(ranks: LocalRanks) -> None:
+def _wait_for_ranks(ranks: LocalRanks, lost: Callable[[int, str], None]) -> None:
     while not any(code is not None for code in ranks.returncodes):
+        ranks.find_held(lost)
         time.sleep(POLL_SECONDS)
     deadline = time.monotonic() + LAST_RANK_SECONDS
     while None in ranks.returncodes and time.monotonic() < deadline:

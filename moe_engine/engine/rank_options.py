@@ -31,10 +31,15 @@ class RankPlace:
 @dataclass(frozen=True)
 class WatchLimits:
     """Seconds. `silent`: without a sign of life a rank counts as lost. A rank that others wait for counts as late after
-    `late` or `late_factor` recent steps, whichever is longer; that is logged. `start`: for all ranks to be ready.
+    `late` or `late_factor` recent steps, whichever is longer; that is logged.
+
+    `start`: for all ranks to be ready. Until then a rank is named when it has given no sign for `start_late`, and lost
+    after `start_silent`; one that a signal holds, as its parent sees, is lost after `silent`.
     """
 
     silent: float = 3.0
+    start_late: float = 5.0
+    start_silent: float = 15.0
     late: float = 1.0
     late_factor: float = 3.0
     start: float = 1200.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from moe_engine.engine.held_child import HeldChild
 from moe_engine.engine.process import ChildProcess
 from moe_engine.engine.rank_options import RankGroupOptions, RankPlace
 from moe_engine.models import registry
@@ -51,12 +52,14 @@ class LocalRanks:
         log_level: str = "info",
         front: CoreSpec | None = None,
     ) -> None:
+        self._silent = options.limits.silent
         self._children: dict[int, ChildProcess] = {}
         for place in options.local_places:
             if place.rank == 0:
                 continue
             spec = RankSpec(config, options, place, control_address, log_level, registry.added(), list(sys.path), front)
             self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(on_exit, place.rank))
+        self._held = {rank: HeldChild(child) for rank, child in self._children.items()}
 
     @property
     def pids(self) -> dict[int, int]:
@@ -66,6 +69,13 @@ class LocalRanks:
     def returncodes(self) -> list[int | None]:
         """None for a process that runs."""
         return [child.returncode for child in self._children.values()]
+
+    def find_held(self, lost: Callable[[int, str], None]) -> None:
+        """Calls `lost` as `on_exit` for those that a signal has held for too long. To be called often."""
+        for rank, held in self._held.items():
+            if (seconds := held.seconds()) > self._silent:
+                child = self._children[rank]
+                lost(rank, f"{child.name} (pid {child.pid}) has been stopped by a signal for {seconds:.1f} s")
 
     def stop(self, grace: float) -> None:
         """Waits up to `grace` seconds for processes that were told to end, kills those that do not."""

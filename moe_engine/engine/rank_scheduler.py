@@ -53,8 +53,8 @@ class SchedulingRank:
             spec.place.rank, socket.gethostname(), os.getpid(), options.fingerprint, self._sender.address
         )
         self._own: Future[LocalWorker] = Future()
-        name, silent = f"rank{spec.place.rank}", options.limits.silent
-        self._link = RankLink(spec.control_address, name, hello, self._sign, silent, leave, self._call)
+        name = f"rank{spec.place.rank}"
+        self._link = RankLink(spec.control_address, name, hello, self._sign, options.limits, leave, self._call)
 
     def run(self) -> int:
         """Returns the exit code after an orderly end; a lost world ends the process from the link's thread."""

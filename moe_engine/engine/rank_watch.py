@@ -53,7 +53,7 @@ class RankState:
     still: Silence = field(default_factory=Silence)
     """Since it last moved on."""
     told: bool = False
-    """That it is late where it is now was logged."""
+    """That it is late where it is now, or in its start silent, was logged."""
 
 
 class RankWatch:
@@ -77,7 +77,8 @@ class RankWatch:
         self._lock = threading.RLock()
         self._listeners: list[Callable[[RankLost], None]] = []
         self._seconds: deque[float] = deque([0.0], RECENT_STEPS)
-        self._armed = False
+        self.armed = False
+        """Whether all are ready, so that a beat that is missing tells something."""
         self._ending = False
         self._suspicion: tuple[int, str] | None = None
         self._suspected = Silence()
@@ -91,9 +92,15 @@ class RankWatch:
         state.silence.heard()
 
     def beat(self, rank: int, position: Position) -> None:
+        self.runs(rank)
+        self._moved(self._ranks[rank], position)
+
+    def runs(self, rank: int) -> None:
+        """Its process lives and can be reached."""
         state = self._ranks[rank]
         state.silence.heard()
-        self._moved(state, position)
+        if not self.armed:
+            state.told = False
 
     def loaded(self, rank: int, kernels: Mapping[str, str], core_address: str = "", step_address: str = "") -> None:
         """Ranks with other kernels would differ in the last bits and so, some day, in a token."""
@@ -182,11 +189,11 @@ class RankWatch:
     # -- time
 
     def arm(self) -> None:
-        """From now on silence and lateness count; a start knows its own patience."""
+        """The start is over: from now on lateness counts, and silence sooner."""
         for state in self._ranks:
             state.silence.heard()
             state.still.heard()
-        self._armed = True
+        self.armed = True
 
     def end(self) -> None:
         """The ranks were told to end: their going is no loss."""
@@ -205,22 +212,35 @@ class RankWatch:
             self._suspected.pass_time(elapsed)
             if self._suspected.seconds > self._limits.silent + 1:
                 self._decide_suspicion(*self._suspicion)
-        if not self._armed:
-            return
         for state in self._ranks:
             state.silence.pass_time(elapsed)
             state.still.pass_time(elapsed)
-        self._find_silent()
-        self._tell_late()
+        if self.armed:
+            self._find_silent()
+            self._tell_late()
+        else:
+            self._find_silent_start()
 
     def _seen(self, rank: int) -> str:
         """Where a rank was by its last sign, and, as that may be a moment old, where this process is."""
         where = f"last sign: {self._ranks[rank].position.describe()}"
-        return f"{where}; rank 0 now: {self._position().describe()}" if self._armed else where
+        return f"{where}; rank 0 now: {self._position().describe()}" if self.armed else where
 
     def _find_silent(self) -> None:
         limit = self._limits.silent if self._suspicion is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
-        silent = [state for state in self._ranks if state.silence.seconds > limit]
+        self._decide_silent([state for state in self._ranks if state.silence.seconds > limit])
+
+    def _find_silent_start(self) -> None:
+        """Of those that have been there; the others are named while they are waited for."""
+        joined = [state for state in self._ranks if state.pid]
+        for state in joined:
+            if state.silence.seconds > self._limits.start_late and not state.told:
+                state.told = True
+                name, where = self.describe(state.place.rank), self._seen(state.place.rank)
+                logger.warning("%s gives no sign for %.1f s of the start (%s)", name, state.silence.seconds, where)
+        self._decide_silent([state for state in joined if state.silence.seconds > self._limits.start_silent])
+
+    def _decide_silent(self, silent: list[RankState]) -> None:
         if silent:
             names = ", ".join(self.describe(state.place.rank) for state in silent)
             seconds, seen = silent[0].silence.seconds, self._seen(silent[0].place.rank)

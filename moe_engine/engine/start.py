@@ -31,8 +31,12 @@ def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
 
 
 def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
-    """Blocks until all serve; their facts are alike. Raises as `CoreProcess.wait_ready`."""
-    facts = [core.wait_ready() for core in cores]
+    """Blocks until all serve; their facts are alike. Raises as `CoreProcess.poll_ready`, whichever fails first."""
+    facts: dict[int, dict[str, Any]] = {}
+    while len(facts) < len(cores):
+        for i, core in enumerate(cores):
+            if i not in facts and (found := core.poll_ready()) is not None:
+                facts[i] = found
     return engine_info(facts[0])
 
 

@@ -34,6 +34,7 @@ from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
+from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 
 logger = logging.getLogger("moe_engine")
@@ -111,6 +112,7 @@ class ExpertBalance:
         transfer: with as many spare slots as layers move at once.
         world: all ranks of the model. Operations in it happen between passes, so they cannot meet those of a step.
         planner: asked on rank 0 alone.
+        drafts: counts in MTP layers, which are then planned and moved as the model's own layers.
         clock: seconds.
     """
 
@@ -122,6 +124,7 @@ class ExpertBalance:
         transfer: ExpertTransfer,
         world: Group,
         planner: Planner,
+        drafts: DraftCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.stats = BalanceStats()
@@ -131,6 +134,7 @@ class ExpertBalance:
         self._transfer = transfer
         self._world = world
         self._planner = planner
+        self._drafts = drafts
         self._clock = clock
         self._passes = 0  # in this stage
         self._stage: Callable[[], None] = self._count
@@ -158,10 +162,12 @@ class ExpertBalance:
         if self._passes <= self._settings.interval:
             return
         self._log("[EPLBManager] rebalance start")
-        window = self._recorder.take_window().to(self._world.device)
-        counts = self._world.all_reduce(window).cpu().numpy()
+        window = self._recorder.take_window()
+        if self._drafts is not None:
+            window = torch.cat([window, self._drafts.take_window()])
+        counts = self._world.all_reduce(window.to(self._world.device)).cpu().numpy()
         if self._world.rank == 0:
-            self._planning = self._planner.submit(counts, self._tables.placement, self._settings.enough)
+            self._planning = self._planner.submit(counts, self._placement, self._settings.enough)
         self._enter(self._plan)
 
     def _plan(self) -> None:
@@ -177,7 +183,7 @@ class ExpertBalance:
             return
         program = torch.from_numpy(plan.program) if self._world.rank == 0 else torch.zeros(length, dtype=torch.int64)
         program = self._world.broadcast(self._tensor(program), 0).cpu()
-        layers = decode_moves(program.numpy(), self._tables.placement)
+        layers = decode_moves(program.numpy(), self._placement)
         self._waiting = deque(deque(chunks) for chunks in layers)
         self.stats.before, self.stats.after = plan.before, plan.after
         self._at_start = BalanceStats(**asdict(self.stats))
@@ -197,7 +203,7 @@ class ExpertBalance:
         if self._under_way:
             self._transfer.finish()
             for chunk in self._under_way:
-                self._tables.update_layer(chunk.layer, chunk.table, self._recorder)
+                self._tables.update_layer(chunk.layer, chunk.table, self._counter_of(chunk.layer))
         active = [self._waiting.popleft() for _ in range(min(self._settings.layers_at_once, len(self._waiting)))]
         self._under_way = [chunks.popleft() for chunks in active]
         self._waiting.extendleft(chunks for chunks in reversed(active) if chunks)
@@ -235,6 +241,17 @@ class ExpertBalance:
         self._enter(self._count)
 
     # -- pieces
+
+    @property
+    def _placement(self) -> ExpertPlacement:
+        """Of the layers that move."""
+        return self._tables.placement if self._drafts is None else self._tables.whole_placement
+
+    def _counter_of(self, layer: int) -> ExpertRecorder | DraftCounts:
+        if layer < self._tables.num_layers:
+            return self._recorder
+        assert self._drafts is not None
+        return self._drafts
 
     def _tensor(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._world.device)

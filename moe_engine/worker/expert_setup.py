@@ -12,6 +12,7 @@ from moe_engine.kernels.experts.protocol import ExpertsKernel, MovableExperts
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.moe import MoE
+from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.expert_tables import ExpertTables
@@ -19,6 +20,7 @@ from moe_engine.parallel.expert_transfer import ExpertTransfer, PeerLink, SlotMe
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.sources import from_any
 from moe_engine.parallel.recording.config import RecorderConfig
+from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 from moe_engine.worker.expert_balance import ExpertBalance, Planner
 from moe_engine.worker.expert_control import ExpertControl
@@ -52,10 +54,18 @@ def with_experts(
 
 
 def attach_experts(
-    runner: ModelRunner, config: ModelConfig, settings: ExpertSettings, parallel: ParallelContext, kernel: ExpertsKernel
+    runner: ModelRunner,
+    config: ModelConfig,
+    settings: ExpertSettings,
+    parallel: ParallelContext,
+    kernel: ExpertsKernel,
+    mtp: MTPLayers | None = None,
 ) -> ExpertControl:
     """Sets a loaded and warm model's passes to be counted and its experts to be moved, as the settings say. Collective
     where experts move.
+
+    Args:
+        mtp: that draft for the model; their experts move with its own.
 
     Raises:
         ConfigError: the experts' kernel cannot move them.
@@ -70,7 +80,8 @@ def attach_experts(
     balance = None
     if settings.rebalance is not None and parallel.ep_size > 1:
         recorder.watch()
-        balance = _balance(config, settings, parallel, layers, kernel, recorder)
+        drafting = {layer.layer_index: layer for layer in mtp.feed_forwards if isinstance(layer, MoE)} if mtp else {}
+        balance = _balance(config, settings, parallel, layers, drafting, kernel, recorder)
         recorder.start()  # as SGLang does: what it sees can be dumped at any time
     runner.model = ObservedModel(runner.model, recorder, balance, log=settings.report_log and parallel.world_rank == 0)
     return ExpertControl(recorder, balance)
@@ -117,6 +128,7 @@ def _balance(
     settings: ExpertSettings,
     parallel: ParallelContext,
     layers: dict[int, MoE],
+    drafting: dict[int, MoE],
     kernel: ExpertsKernel,
     recorder: ExpertRecorder,
 ) -> ExpertBalance:
@@ -127,7 +139,16 @@ def _balance(
             f"--enable-eplb: the {kernel.name!r} experts kernel cannot move experts; choose another "
             "--moe-runner-backend"
         )
-    weights = {index: layer.weights for index, layer in layers.items()}
+    drafts = None
+    if drafting:
+        table = torch.from_numpy(tables.whole_placement.physical_to_logical[config.num_layers :].copy())
+        counts_here = recorder.config.counts_here
+        drafts = DraftCounts(
+            config.num_layers, table.to(recorder.config.device), recorder.config.num_experts, counts_here=counts_here
+        )
+        for layer in drafting.values():
+            layer.count(drafts)
+    weights = {index: layer.weights for index, layer in {**layers, **drafting}.items()}
     memory = SlotMemory(kernel, weights, num_spare=rebalance.layers_at_once)
     groups, world = parallel.topology.ep_groups(), parallel.world
     link = PeerLink(groups, parallel.world_rank, world.timeout_s, world.device)
@@ -138,4 +159,5 @@ def _balance(
         ExpertTransfer(memory, link, parallel.ep_rank, tables.slots_per_rank),
         parallel.world,
         Planner(_layout(config, settings, parallel), settings.policy, ThreadPoolExecutor(1, "expert-planner")),
+        drafts,
     )

@@ -40,7 +40,7 @@ from moe_engine.worker.mla_form import form_policy
 from moe_engine.worker.region_setup import finish_regions, start_regions
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner, PendingResult
-from moe_engine.worker.speculation.build import DraftOptions, add_speculation, num_mtp_layers
+from moe_engine.worker.speculation.build import DraftOptions, add_speculation, mtp_layers, num_mtp_layers
 from moe_engine.worker.warmup import compile_kernels, warm_up
 
 logger = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ def _prepare(
     compile_kernels(backends, options.shapes)
     finish_regions(runner, regions)
     num_graphs = record_steps(runner, options.graphs, progress=progress)
-    experts = attach_experts(runner, config, options.experts, parallel, backends.experts)
+    experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
     info = WorkerInfo(
         choices=backends.choices,
         weight_bytes=getattr(model, "weight_bytes", 0)

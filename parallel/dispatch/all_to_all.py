@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.payload import RecordFormat
+from moe_engine.parallel.dispatch.payload import RecordBuffers, RecordFormat, write_parts
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.rows import local_ids, owner_mask, sum_rows
 from moe_engine.parallel.dispatch.workspace import Workspace
@@ -40,8 +39,8 @@ class VariableAllToAll:
     def __init__(self, group: Group, shape: DispatchShape) -> None:
         self._group = group
         self._num_local = shape.num_local
-        self._format = RecordFormat.of(shape)
         self._workspace = Workspace(group.device)
+        self._records = RecordBuffers(RecordFormat.of(shape), self._workspace)
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, VariableWay]:
         mask = owner_mask(tokens.ids, self._num_local, self._group.size)  # [T, R]
@@ -51,14 +50,13 @@ class VariableAllToAll:
         sources = mask.t().nonzero()[:, 1]  # [sum(num_sent)] by rank, then by token
         positions = torch.where(mask, mask.cumsum(0) - 1 + (counts.cumsum(0) - counts), -1)
 
-        packed = self._take("packed", slot, len(tokens.ids))
-        self._format.write(tokens, packed)
-        sent = self._take("sent", slot, len(sources))
+        packed, parts = self._records.take("packed", slot, len(tokens.ids))
+        write_parts(tokens, parts)
+        sent, _ = self._records.take("sent", slot, len(sources))
         torch.index_select(packed, 0, sources, out=sent)
-        received = self._take("received", slot, sum(num_received))
+        received, arrived = self._records.take("received", slot, sum(num_received))
         self._group.all_to_all(received, sent, num_received, num_sent)
 
-        arrived = self._format.view(received)
         ids = local_ids(arrived.ids, self._group.rank, self._num_local)
         way = VariableWay(slot, positions, num_sent, num_received)
         return Tokens(arrived.data, arrived.scales, ids, arrived.weights), way
@@ -68,9 +66,6 @@ class VariableAllToAll:
         returned = self._workspace.take("returned", way.slot, shape, partial.dtype)
         self._group.all_to_all(returned, partial, way.num_sent, way.num_received)
         return sum_rows(returned, way.positions)
-
-    def _take(self, name: str, slot: int, num_rows: int) -> Tensor:
-        return self._workspace.take(name, slot, (num_rows, self._format.num_bytes), torch.uint8)
 
 
 class StaticAllToAll:
@@ -84,22 +79,21 @@ class StaticAllToAll:
     def __init__(self, group: Group, shape: DispatchShape) -> None:
         self._group = group
         self._max_tokens = shape.max_tokens
-        rows = torch.arange(group.size * shape.max_tokens, device=group.device)
-        self._own_rows = rows.view(group.size, -1).t().contiguous()  # [M, R]: a token's, among those returned
         self._num_local = shape.num_local
-        self._format = RecordFormat.of(shape)
         self._workspace = Workspace(group.device)
+        self._records = RecordBuffers(RecordFormat.of(shape), self._workspace)
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, StaticWay]:
-        num_tokens, shape = len(tokens.ids), (self._group.size, self._max_tokens, self._format.num_bytes)
-        sent = self._workspace.take("sent", slot, shape, torch.uint8)
-        self._format.write(tokens, sent[0, :num_tokens])
-        self._format.view(sent[0, num_tokens:]).ids.fill_(-1)
-        sent[1:] = sent[0]
-        received = self._workspace.take("received", slot, shape, torch.uint8)
+        num_tokens, num_rows = len(tokens.ids), self._max_tokens * self._group.size
+        sent, parts = self._records.take("sent", slot, num_rows)
+        write_parts(tokens, parts.first(num_tokens))
+        if num_tokens < self._max_tokens:
+            parts.ids[num_tokens : self._max_tokens] = -1
+        of_ranks = sent.view(self._group.size, self._max_tokens, -1)
+        of_ranks[1:] = of_ranks[0]
+        received, arrived = self._records.take("received", slot, num_rows)
         self._group.all_to_all(received, sent)
 
-        arrived = self._format.view(received.flatten(0, 1))
         ids = local_ids(arrived.ids, self._group.rank, self._num_local)
         return Tokens(arrived.data, arrived.scales, ids, arrived.weights), StaticWay(slot, num_tokens)
 
@@ -107,4 +101,4 @@ class StaticAllToAll:
         shape = (self._group.size, self._max_tokens, partial.shape[1])
         returned = self._workspace.take("returned", way.slot, shape, partial.dtype)
         self._group.all_to_all(returned, partial.view(shape))
-        return F.embedding_bag(self._own_rows[: way.num_tokens], returned.flatten(0, 1), mode="sum")
+        return returned[:, : way.num_tokens].sum(0)

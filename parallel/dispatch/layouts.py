@@ -6,7 +6,6 @@ Legend: N tokens arrived, K experts per token, E experts of this rank, D hidden.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
@@ -20,20 +19,19 @@ class GroupedLayout:
     """`grouped`: one row for each (token, choice) that is here, sorted by expert, by arrival inside an expert."""
 
     def __init__(self, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._num_experts = num_experts
+        self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
         self._dtype = dtype
         self._workspace = Workspace(device)
 
     def expand(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
         data = decode(tokens, self._dtype)
-        flat = tokens.ids.flatten().long()  # [N * K]
-        here = flat >= 0
-        pairs = here.nonzero().squeeze(1)
-        experts = flat[pairs]
-        order = pairs[torch.argsort(experts, stable=True)]  # [M]
-        offsets = F.pad(torch.bincount(experts, minlength=self._num_experts).cumsum(0), (1, 0)).to(torch.int32)
-        positions = torch.full_like(flat, -1)
-        positions[order] = torch.arange(len(order), device=flat.device)
+        ordered, order = tokens.ids.flatten().sort(stable=True)  # [N * K], -1 first
+        starts = torch.searchsorted(ordered, self._experts, out_int32=True)  # [E + 1]
+        num_absent = int(starts[0])
+        offsets = starts - num_absent
+        positions = torch.empty_like(order)
+        positions[order] = torch.arange(-num_absent, len(order) - num_absent, device=order.device).clamp_min_(-1)
+        order = order[num_absent:]  # [M]
         rows = self._workspace.take("rows", slot, (len(order), data.shape[1]), self._dtype)
         torch.index_select(data, 0, order // tokens.ids.shape[1], out=rows)
         return ExpertBatch("grouped", rows, offsets=offsets), positions.view(tokens.ids.shape)
@@ -52,23 +50,21 @@ class PaddedLayout:
     def __init__(self, num_experts: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self._num_experts = num_experts
         self._capacity = capacity
-        self._experts = torch.arange(num_experts + 1, device=device)
+        # of the row before an expert's first; of the column for what is not here: so low that no count lifts it to 0
+        self._bases = torch.arange(num_experts + 1, device=device) * capacity - 1
+        self._bases[num_experts] = torch.iinfo(torch.int64).min // 2
         self._dtype = dtype
         self._workspace = Workspace(device)
 
     def expand(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
         num_experts, capacity = self._num_experts, self._capacity
         data = decode(tokens, self._dtype)
-        ids = tokens.ids.long()  # [N, K]
-        # -1 sorts first and, as an index, names the last row: one beyond the batch, for whatever is not here
-        ordered, order = ids.flatten().sort(stable=True)
-        starts = torch.searchsorted(ordered, self._experts)  # [E + 1]
-        counts = starts.diff().clamp_max_(capacity).to(torch.int32)  # more only if a token names an expert twice
-        place = torch.arange(len(order), device=order.device).sub_(starts[ordered])
-        fits = (ordered >= 0) & (place < capacity)
-        positions = torch.empty_like(order)
-        positions[order] = torch.where(fits, ordered * capacity + place, -1)
-        positions = positions.view(ids.shape)
+        experts = tokens.ids.remainder(num_experts + 1).long()  # [N, K], E where it is not here
+        named = torch.zeros(len(experts), num_experts + 1, dtype=torch.int64, device=experts.device)
+        so_far = named.scatter_(1, experts, 1).cumsum(0)  # [N, E + 1] of the tokens up to this one
+        counts = so_far[-1, :-1].to(torch.int32)
+        # -1, as an index, names the last row: one beyond the batch, for whatever is not here
+        positions = so_far.add_(self._bases).gather(1, experts).clamp_min_(-1)
         rows = self._workspace.take("rows", slot, (num_experts * capacity + 1, data.shape[1]), self._dtype)
         rows[positions] = data.unsqueeze(1)
         return ExpertBatch("padded", rows[:-1].view(num_experts, capacity, -1), counts=counts), positions

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
+from moe_engine.parallel.dispatch.workspace import Workspace
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -73,9 +74,30 @@ class RecordFormat:
 
     def write(self, tokens: Tokens, records: Tensor) -> None:
         """Packs tokens into as many records."""
-        into = self.view(records)
-        into.data.copy_(tokens.data)
-        into.weights.copy_(tokens.weights)
-        into.ids.copy_(tokens.ids)
-        if into.scales is not None and tokens.scales is not None:
-            into.scales.copy_(tokens.scales)
+        write_parts(tokens, self.view(records))
+
+
+def write_parts(tokens: Tokens, into: Tokens) -> None:
+    """As `RecordFormat.write`, into the view of the records."""
+    into.data.copy_(tokens.data)
+    into.weights.copy_(tokens.weights)
+    into.ids.copy_(tokens.ids)
+    if into.scales is not None and tokens.scales is not None:
+        into.scales.copy_(tokens.scales)
+
+
+class RecordBuffers:
+    """Buffers of records by name and slot, each with its parts: viewing them takes longer than moving a few tokens."""
+
+    def __init__(self, form: RecordFormat, workspace: Workspace) -> None:
+        self._format = form
+        self._workspace = workspace
+        self._parts: dict[tuple[str, int], tuple[Tensor, Tokens]] = {}
+
+    def take(self, name: str, slot: int, num_rows: int) -> tuple[Tensor, Tokens]:
+        """uint8 [num_rows, bytes] and its parts; valid as `Workspace.take`'s."""
+        buffer = self._workspace.take(name, slot, (num_rows, self._format.num_bytes), torch.uint8)
+        known = self._parts.get((name, slot))
+        if known is None or known[0] is not buffer:
+            known = self._parts[name, slot] = buffer, self._format.view(buffer)
+        return known

@@ -72,6 +72,11 @@ class Tokens:
     ids: Tensor
     weights: Tensor
 
+    def first(self, count: int) -> Tokens:
+        """The first of them, as views."""
+        scales = None if self.scales is None else self.scales[:count]
+        return Tokens(self.data[:count], scales, self.ids[:count], self.weights[:count])
+
 
 class Exchange(Protocol):
     """Moves tokens to the ranks that hold their experts, and sums back. `slot` (0, 1) keeps two results apart."""

@@ -62,7 +62,8 @@ def owner_mask(ids: Tensor, num_local: int, num_ranks: int) -> Tensor:
 
 def local_ids(ids: Tensor, rank: int, num_local: int) -> Tensor:
     """Physical ids -> counted from the rank's first expert, -1 where another rank holds it."""
-    return torch.where(ids // num_local == rank, ids % num_local, -1)
+    local = ids - rank * num_local
+    return local.masked_fill_(local.clamp(0, num_local - 1) != local, -1)
 
 
 def check_choices(ids: Tensor, num_experts: int) -> None:

@@ -28,11 +28,31 @@ def pack_counts(pass_ids: Sequence[int], counts: NDArray[np.int32]) -> dict[str,
     return {"pass_ids": list(pass_ids), "shape": list(counts.shape), "dtype": narrow.name, "counts": data}
 
 
-def sum_parts(parts: Sequence[Part]) -> dict[str, Any]:
-    """The content of a dump of the modes stat and stat_approx.
+def unpack_counts(part: Part) -> NDArray[Any]:
+    """[S, L, E] of the passes of a part."""
+    return np.frombuffer(part["counts"], dtype=part["dtype"]).reshape(part["shape"])
 
-    Args:
-        parts: of all ranks that count, at least one; passes of the same number are summed, whoever has recorded them.
+
+def sum_counts(parts: Sequence[Part]) -> dict[str, Any]:
+    """One part from those of all ranks that count, at least one; passes of the same number are summed, whoever has
+    recorded them. Of a ring the newest are kept, oldest first."""
+    numbers = sorted({number for part in parts for number in part["pass_ids"]})
+    capacity = max(part["capacity"] for part in parts)
+    if capacity != -1:
+        numbers = numbers[-capacity:]
+    place = {number: i for i, number in enumerate(numbers)}
+    shape = parts[0]["shape"][1:]
+    summed = np.zeros((len(numbers), *shape), dtype=np.int32)
+    for part in parts:
+        for number, of_pass in zip(part["pass_ids"], unpack_counts(part)):
+            if number in place:
+                summed[place[number]] += of_pass
+    utilization = next((part["utilization"] for part in parts if part["utilization"] is not None), None)
+    return {"rank": 0, "capacity": capacity, "utilization": utilization, **pack_counts(numbers, summed)}
+
+
+def sum_parts(parts: Sequence[Part]) -> dict[str, Any]:
+    """The content of a dump of the modes stat and stat_approx, from parts as `sum_counts` takes them.
 
     Returns:
         SGLang's: `rank`, `logical_count` int32 [S, L, E] and `average_utilization_rate_over_window`. S is the ring's
@@ -40,23 +60,14 @@ def sum_parts(parts: Sequence[Part]) -> dict[str, Any]:
     """
     import torch
 
-    numbers = sorted({number for part in parts for number in part["pass_ids"]})
-    capacity = max(part["capacity"] for part in parts)
-    if capacity != -1:
-        numbers = numbers[-capacity:]
-    place = {number: i for i, number in enumerate(numbers)}
-    shape = parts[0]["shape"][1:]
-    summed = np.zeros((len(numbers) if capacity == -1 else capacity, *shape), dtype=np.int32)
-    for part in parts:
-        counts = np.frombuffer(part["counts"], dtype=part["dtype"]).reshape(part["shape"])
-        for number, of_pass in zip(part["pass_ids"], counts):
-            if number in place:
-                summed[place[number]] += of_pass
-    utilization = next((part["utilization"] for part in parts if part["utilization"] is not None), None)
+    whole = sum_counts(parts)
+    counts = unpack_counts(whole).astype(np.int32)
+    unused = max(0, whole["capacity"] - len(counts))
+    padded = np.concatenate([counts, np.zeros((unused, *counts.shape[1:]), dtype=np.int32)])
     return {
         "rank": 0,
-        "logical_count": torch.from_numpy(summed),
-        "average_utilization_rate_over_window": utilization,
+        "logical_count": torch.from_numpy(padded),
+        "average_utilization_rate_over_window": whole["utilization"],
     }
 
 

@@ -48,6 +48,20 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def drafting(skewed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Such a router, which is alike in both layers and in an MTP layer behind them."""
+    path = make_checkpoint(
+        "deepseek_v3", tmp_path_factory.mktemp("drafting"), 5, tokenizer=False, num_mtp_layers=1,
+        n_routed_experts=EXPERTS, n_group=1, topk_group=1, num_hidden_layers=LAYERS, first_k_dense_replace=0,
+    )  # fmt: skip
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(LAYERS + 1):
+        tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"][8:11] += 0.7
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
 def prompts(skewed: Path) -> list[list[int]]:
     rng = torch.Generator().manual_seed(9)
     vocab = load_model_config(skewed).vocab_size
@@ -131,6 +145,23 @@ def test_balance_rises_as_planned_and_no_token_notices(
     assert first.log[1] == "[EPLBManager] rebalance start" and first.log[2].startswith(
         "[EPLBManager] rebalance end time="
     )
+
+
+@pytest.mark.parametrize("way", ["all-see-all", "dp-all_to_all"])
+def test_experts_of_mtp_layers_move_too(world: World, drafting: Path, prompts: list[list[int]], way: str) -> None:
+    topology, dispatch, row, layers_at_once = WAYS[way]
+    alone = balanced(load(Case(drafting, Topology(), mtp=True), SINGLE), prompts)
+    case = Case(drafting, topology, settings(dispatch, layers_at_once), row, mtp=True)
+    ranks: list[Balanced] = world.ranks.call(run_balanced, case, prompts, timeout_s=90.0)
+    for seen in ranks:
+        for ours, theirs in zip(seen.logits + seen.drafts, alone.logits + alone.drafts):
+            if len(ours):
+                assert float((ours - theirs).abs().max() / theirs.abs().max()) < TOLERANCE
+        assert all((a == b).all() for a, b in zip(seen.tables, ranks[0].tables))
+    before, after = (ranks[0].tables[i] for i in (0, -1))
+    assert before.shape == (LAYERS + 1, EXPERTS + REDUNDANT)
+    copies = [int(np.isin(table[LAYERS], [8, 9, 10]).sum()) for table in (before, after)]
+    assert copies[0] == 3 and copies[1] > 6, "the busy experts of the MTP layer got the redundant slots"
 
 
 def last_tables(chunks: list[Any], start: ExpertPlacement) -> np.ndarray:

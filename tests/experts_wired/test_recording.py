@@ -81,9 +81,12 @@ def spy_on_routers(worker: Worker, seen: Choices) -> None:
 
 
 def dump(worker: Worker, folder: Path) -> dict[str, Any]:
-    answer = ExpertCalls(worker, folder).begin("expert_dump")
-    assert answer is not None
-    (path,) = answer.result()["paths"]
+    calls = ExpertCalls(worker, folder)
+    taken = calls.begin("expert_take")
+    assert taken is not None
+    written = calls.begin("expert_write", taken.result())
+    assert written is not None
+    (path,) = written.result()["paths"]
     assert Path(path).parent == folder
     return torch.load(path, weights_only=True)
 
@@ -162,7 +165,7 @@ def test_without_the_flag_nothing_is_attached(
     worker = make_worker(checkpoint, tmp_path, "torch", monkeypatch)
     assert not isinstance(worker.runner.model, ObservedModel)
     calls = ExpertCalls(worker, tmp_path)
-    for method in ("expert_start", "expert_stop", "expert_dump"):
+    for method in ("expert_start", "expert_stop", "expert_take"):
         answer = calls.begin(method)
         assert answer is not None and "--expert-distribution-recorder-mode stat" in answer.result()["error"]
     view = calls.begin("expert_snapshot")

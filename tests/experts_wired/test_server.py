@@ -35,18 +35,24 @@ class RecordingClient(FakeClient):
         self.answers: dict[str, list[Any]] = {
             "expert_start": [{}, {}],
             "expert_stop": [{}, {}],
-            "expert_dump": [{"paths": ["/there/a.pt"]}, {"paths": []}],
+            "expert_take": [{"parts": [{"rank": 0, "pass_ids": [4, 5]}]}, {"parts": [{"rank": 0, "pass_ids": [1, 2]}]}],
+            "expert_write": [{"paths": ["/there/a.pt"]}],
             "expert_snapshot": [{"view": VIEW}, {"view": OTHER}],
             **answers,
         }
         self.called: list[str] = []
+        self.arguments: dict[str, Any] = {}
 
     def healths(self) -> list[Any]:
         return [self.board, self.board]
 
     async def call(self, method: str, **args: Any) -> Any:
         self.called.append(method)
+        self.arguments = args
         return self.answers.get(method, [self.state])
+
+    async def call_one(self, method: str, **args: Any) -> Any:
+        return (await self.call(method, **args))[0]
 
 
 @pytest.mark.parametrize("verb", SAYS)
@@ -56,19 +62,22 @@ def test_sglangs_answers(verb: str) -> None:
     for response in (post(client, path, b""), get(client, path), post(client, path, {"path": "/etc/passwd"})):
         assert (response.status_code, response.text) == (200, SAYS[verb])
         assert response.headers["content-type"].startswith("text/plain")
-    assert client.called == [f"expert_{verb}"] * 3
+    called = {"start": ["expert_start"], "stop": ["expert_stop"], "dump": ["expert_take", "expert_write"]}[verb]
+    assert client.called == called * 3
+    if verb == "dump":  # of all schedulers, their newest passes side by side
+        assert [part["pass_ids"] for part in client.arguments["parts"]] == [[4, 5], [4, 5]]
 
 
 @pytest.mark.parametrize("verb", SAYS)
 def test_where_nothing_can_be_recorded(verb: str) -> None:
-    client = RecordingClient(**{f"expert_{verb}": [OFF]})
+    client = RecordingClient(**{f"expert_{'take' if verb == 'dump' else verb}": [OFF]})
     response = post(client, f"/{verb}_expert_distribution_record", b"")
     assert response.status_code == 400
     assert "--expert-distribution-recorder-mode stat" in response.json()["error"]["message"]
 
 
 def test_a_dump_that_cannot_be_written_is_the_servers_trouble() -> None:
-    client = RecordingClient(expert_dump=[{"error": "/there/x.pt: cannot be written (No space left on device)"}])
+    client = RecordingClient(expert_write=[{"error": "/there/x.pt: cannot be written (No space left on device)"}])
     response = post(client, "/dump_expert_distribution_record", b"")
     assert response.status_code == 500 and "No space left" in response.json()["error"]["message"]
 

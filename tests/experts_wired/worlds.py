@@ -72,7 +72,7 @@ def load(case: Case, parallel: ParallelContext) -> Loaded:
         mtp = load_mtp(case.path, config, model, "float32", "cpu")
         stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.kv[0].shape[0], torch.float32)
     runner: Any = SimpleNamespace(model=model, stream=SimpleNamespace(device=torch.device("cpu")))
-    control = attach_experts(runner, config, case.settings, parallel, backends.experts)
+    control = attach_experts(runner, config, case.settings, parallel, backends.experts, mtp)
     stepper.model = runner.model
     return Loaded(stepper, mtp, parallel, control)
 
@@ -103,12 +103,14 @@ def run_script(loaded: Loaded, seed: int) -> tuple[script.Trace]:
 
 @dataclass
 class Balanced:
-    """What a rank saw of a rebalancing, step by step; `tables` [L, P] and `states` as they were in it."""
+    """What a rank saw of a rebalancing, step by step; `tables` [L, P], of MTP layers too, and `states` as they were in
+    it; `drafts`: logits of the MTP layer."""
 
     logits: list[torch.Tensor]
     tables: list[np.ndarray]
     states: list[dict[str, Any]]
     log: list[str]
+    drafts: list[torch.Tensor] = field(default_factory=list)
 
 
 def run_balanced(rank: int, case: Case, prompts: list[list[int]]) -> Balanced:
@@ -148,8 +150,11 @@ def balanced(loaded: Loaded, prompts: list[list[int]]) -> Balanced:
         batch = batch if sizes is None else replace(batch, sizes=sizes)
         hidden = stepper.model.forward(batch)
         seen.logits.append(stepper.model.logits(hidden, sizes).clone())
+        if loaded.mtp is not None:
+            v = loaded.mtp.forward(0, batch.input_ids.roll(-1), hidden, batch)
+            seen.drafts.append(loaded.mtp.logits(v, sizes).clone())
         if tables is not None:
-            seen.tables.append(tables.placement.physical_to_logical.copy())
+            seen.tables.append(tables.whole_placement.physical_to_logical.copy())
         seen.states.append(loaded.control.state())
         if balance is not None and balance._planning is not None:
             balance._planning.exception()  # so that the number of the step in which moves begin is always the same

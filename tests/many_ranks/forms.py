@@ -134,6 +134,7 @@ class Outcome:
     largest_logprob_error: float
     problems: list[Any] = field(default_factory=list)
     """Of the schedulers' books, at the end."""
+    rebalances: int = 0
 
 
 class Forms:
@@ -146,10 +147,11 @@ class Forms:
         self._expected: dict[str, dict[str, Answer]] = {}
         self._requests = make_requests(num_prompts, num_tokens, seed)
 
-    def run(self, case: Case) -> Outcome:
+    def run(self, case: Case, **more: Any) -> Outcome:
+        """Args: more: flags of the engine."""
         model = case["model"]
         expected = self._alone(model)
-        with self._engine(model, **flags_of(case, self._tiny_pool)) as engine:
+        with self._engine(model, **flags_of(case, self._tiny_pool), **more) as engine:
             found = asyncio.run(serve(engine, self._requests))
             states = engine.get_server_info()["internal_states"]
             problems = engine._run(engine._frontend.client.call("check_integrity"))
@@ -163,6 +165,7 @@ class Forms:
             tokens_drafted=sum(sum(state["proposed"]) for state in speculation),
             largest_logprob_error=error,
             problems=[problem for part in problems for problem in part],
+            rebalances=sum(state.get("eplb", {}).get("rebalances", 0) for state in states),
         )
 
     def _alone(self, model: str) -> dict[str, Answer]:

@@ -29,7 +29,6 @@ class FakeCore:
         self.to_core_addresses = [f"ipc://{folder}/{name}-{group}" for group in range(groups)]
         self.boards = [StatusBoard(folder / f"{name}-board-{group}", create=True) for group in range(groups)]
         self.dead: str | None = None
-        self.said = ""
         self.stopped: float | None = None
         self._inboxes = [zmq.Context.instance().socket(zmq.PULL) for _ in range(groups)]
         for inbox, address in zip(self._inboxes, self.to_core_addresses):
@@ -43,7 +42,7 @@ class FakeCore:
         self._listener = listener
 
     def note_failure(self, message: str) -> None:
-        self.said = message
+        self.dead = f"{self.name} failed: {message}"
 
     def kill(self, reason: str) -> None:
         self.die(f"{self.name} was killed: {reason}")
@@ -165,13 +164,10 @@ def test_a_dead_replica_takes_only_its_own_requests(tmp_path: Path) -> None:
             again = asyncio.create_task(client.call("internal_state"))
             second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
             assert await again == [{"of": 2}]
-            second.send(messages.CoreFailed("RankLost: TP1"))
-            while not second.said:
-                await asyncio.sleep(0.002)
-            second.die("core1 exited with code 1")
-            with pytest.raises(EngineDeadError, match="core1 exited"):
-                await after
-            cause = "core0 was killed by SIGKILL; core1 exited with code 1"
+            second.send(messages.CoreFailed("TP1 is lost"))
+            with pytest.raises(EngineDeadError, match="core1 failed: TP1 is lost"):
+                await after  # though its process has not ended yet
+            cause = "core0 was killed by SIGKILL; core1 failed: TP1 is lost"
             assert client.cause_of_death() == cause and not client.health().alive
             for attempt in (ask(client, "late"), asyncio.create_task(client.call("flush_cache"))):
                 with pytest.raises(EngineDeadError, match=cause):

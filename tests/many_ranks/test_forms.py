@@ -71,6 +71,14 @@ def test_tokens_are_those_of_one_rank(forms: Forms, case: Case) -> None:
         RETRACTIONS.append(outcome.retractions)
 
 
+@pytest.mark.parametrize("case", [{"experts": "ep"}, {"experts": "all_to_all", "attention": "dp"}], ids=name_of)
+def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict[str, Any]) -> None:
+    moving = {"enable_eplb": True, "ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 4}
+    outcome = forms.run({**PLAIN, "drafts": "nextn", **case}, **moving)
+    assert not outcome.differences and outcome.problems == []
+    assert outcome.tokens_drafted > 0 and outcome.rebalances > 0
+
+
 def test_small_pools_threw_requests_back() -> None:
     """Whether one case does depends on when its requests come; that none of them does would make the cases idle."""
     assert not RETRACTIONS or sum(RETRACTIONS) > 0

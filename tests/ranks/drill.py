@@ -23,7 +23,7 @@ from moe_engine.engine.start import engine_info
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import SamplingParams
 
-LIMITS = WatchLimits(silent=1.5, late=0.4, start=30.0, progress=0.4)
+LIMITS = WatchLimits(silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, start=30.0, progress=0.4)
 
 
 def options(size: int, make_worker: Callable[..., Any], **changes: Any) -> RankGroupOptions:

@@ -1,4 +1,4 @@
-"""A node of a drill that spans two: ``python -m tests.ranks.node CHECKPOINT HOST:PORT [FLAG]``."""
+"""A node of a drill that spans two: ``python -m tests.ranks.node CHECKPOINT HOST:PORT FLAG PHASE``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tests.ranks.drill import config_of, options
 from tests.ranks.held import Hold, meeting_worker
 
 
-def two_nodes(address: str, node_rank: int, flag: Path) -> RankGroupOptions:
-    """One rank on each of two nodes; the second stands still in a decode."""
-    make_worker = partial(meeting_worker, hold=Hold(1, "decode", flag, 3))
+def two_nodes(address: str, node_rank: int, flag: Path, phase: str) -> RankGroupOptions:
+    """One rank on each of two nodes; the second stands still in a phase."""
+    make_worker = partial(meeting_worker, hold=Hold(1, phase, flag, 3 if phase == "decode" else 1))
     return options(2, make_worker, num_nodes=2, node_rank=node_rank, leader_address=address, fingerprint="same")
 
 
 if __name__ == "__main__":
     logs.setup_logging("info")
-    sys.exit(run_node(config_of(Path(sys.argv[1])), two_nodes(sys.argv[2], 1, Path(sys.argv[3]))))
+    checkpoint, address, flag, phase = sys.argv[1:]
+    sys.exit(run_node(config_of(Path(checkpoint)), two_nodes(address, 1, Path(flag), phase)))

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from moe_engine.engine import core_process
 from moe_engine.errors import ConfigError, EngineDeadError
 from tests.models.checkpoints import make_checkpoint
 from tests.ranks import drill as drills
@@ -92,8 +93,8 @@ class Report:
 
     def check(self, expected: str) -> None:
         assert self.gone
-        assert "exited with code 1" in self.cause and expected in self.cause
-        assert len(self.fates) == 2 and all(expected in text for text in self.fates)
+        assert expected in self.cause
+        assert self.fates == [self.cause] * 2
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -105,8 +106,12 @@ def test_killed_follower_is_named(checkpoint: Path, tmp_path: Path, phase: str, 
         assert f"DP0 TP2] This rank leaves: DP0 TP1 (pid {report.pid}) was killed" in told(capfd)
 
 
-def test_stopped_follower_is_named_though_collectives_still_wait(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
-    report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGSTOP, 1))
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_stopped_follower_is_named_though_collectives_still_wait(
+    checkpoint: Path, tmp_path: Path, phase: str, capfd: Any
+) -> None:
+    hold = Hold(1, phase, tmp_path / "flag", occurrence=1 if phase == "prefill" else 3)
+    report = asyncio.run(hold_and(checkpoint, hold, signal.SIGSTOP, 1))
     report.check(f"DP0 TP1 (pid {report.pid}) silent for")
     assert f"DP0 TP1 (pid {report.pid}) is late: step" in told(capfd)
 
@@ -142,25 +147,56 @@ def test_error_while_loading_is_that_ranks(checkpoint: Path) -> None:
     assert not leader.is_running()
 
 
-def test_follower_killed_while_loading_is_named(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
-    hold = Hold(1, "load", tmp_path / "flag")
+def loading(checkpoint: Path, flag: Path, capfd: Any) -> tuple[drills.CoreProcess, psutil.Process]:
+    """A core that waits for rank 1, which holds still while it loads, and has said so."""
+    hold = Hold(1, "load", flag)
     core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, partial(meeting_worker, hold=hold)))
-    deadline = time.monotonic() + 20
-    while not hold.flag.exists() or not hold.flag.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    pid = int(hold.flag.read_text())
-    said = ""  # who is waited for
-    while not re.search(rf"of 30 s: .*DP0 TP1 \(pid {pid}\) loading", said):
-        assert time.monotonic() < deadline, said
-        time.sleep(0.02)
-        said += capfd.readouterr().err
-    psutil.Process(pid).kill()
+    said = ""
+    try:
+        asyncio.run(until(lambda: flag.exists() and flag.read_text() != "", 20))
+        pid = int(flag.read_text())
+
+        def named() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return re.search(rf"of 30 s: .*DP0 TP1 \(pid {pid}\) loading", said) is not None
+
+        asyncio.run(until(named, 20))
+    except BaseException:
+        core.expect_exit()
+        core.stop(0.0)
+        raise
+    return core, psutil.Process(pid)
+
+
+@pytest.mark.parametrize(
+    ("strike", "words"),
+    [
+        (signal.SIGKILL, r"was killed by SIGKILL \(last sign: loading\)"),
+        (signal.SIGSTOP, r"has been stopped by a signal for \d.\d s \(last sign: loading\)"),
+    ],
+)
+def test_follower_lost_while_loading_is_named(
+    checkpoint: Path, tmp_path: Path, capfd: Any, strike: signal.Signals, words: str
+) -> None:
+    core, rank = loading(checkpoint, tmp_path / "flag", capfd)
+    rank.send_signal(strike)
     began = time.monotonic()
-    with pytest.raises(EngineDeadError, match=rf"DP0 TP1 \(pid {pid}\) was killed by SIGKILL \(last sign: loading\)"):
+    with pytest.raises(EngineDeadError, match=rf"DP0 TP1 \(pid {rank.pid}\) {words}") as caught:
         core.wait_ready()
-    print(f"\nnamed, and all gone, {time.monotonic() - began:.2f} s after the kill")
-    assert not psutil.pid_exists(core.pid) and not psutil.pid_exists(pid)
+    print(f"\n{strike.name} while loading: named, and all gone, after {time.monotonic() - began:.2f} s: {caught.value}")
+    assert not psutil.pid_exists(core.pid) and not psutil.pid_exists(rank.pid)
+
+
+def test_leader_stopped_while_loading_is_named(
+    checkpoint: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_process, "HELD_SECONDS", 1.0)
+    core, follower = loading(checkpoint, tmp_path / "flag", capfd)
+    psutil.Process(core.pid).suspend()
+    with pytest.raises(EngineDeadError, match=rf"engine core \(pid {core.pid}\) has been stopped by a signal for 1"):
+        core.wait_ready()
+    asyncio.run(until(lambda: drills.ended(follower)))
 
 
 def told(capfd: Any) -> str:
@@ -175,11 +211,11 @@ def test_killed_rank_of_another_node_is_named_with_its_host(checkpoint: Path, tm
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     flag = tmp_path / "flag"
-    command = [sys.executable, "-m", "tests.ranks.node", str(checkpoint), address, str(flag)]
+    command = [sys.executable, "-m", "tests.ranks.node", str(checkpoint), address, str(flag), "decode"]
     node = subprocess.Popen(command)
 
     async def run() -> Report:
-        async with drill(checkpoint, two_nodes(address, 0, flag)) as running:
+        async with drill(checkpoint, two_nodes(address, 0, flag, "decode")) as running:
             for prompt in prompts(2):
                 running.ask(prompt, LONG)
             await until(lambda: flag.exists() and bool(flag.read_text()))

@@ -11,7 +11,7 @@ from moe_engine.engine.rank_watch import TICK_SECONDS, RankWatch
 from moe_engine.worker.rank_group import RankLost
 from moe_engine.worker.rank_progress import Position
 
-LIMITS = WatchLimits(silent=3.0, late=1.0, late_factor=3.0)
+LIMITS = WatchLimits(silent=3.0, start_late=5.0, start_silent=15.0, late=1.0, late_factor=3.0)
 
 
 class Ranks:
@@ -46,6 +46,33 @@ def ranks(caplog: pytest.LogCaptureFixture) -> Ranks:
     logger.propagate = True
     caplog.set_level(logging.WARNING, "moe_engine")
     return Ranks()
+
+
+def loading(*running: int, caplog: pytest.LogCaptureFixture, seconds: float) -> tuple[RankWatch, list[str]]:
+    """A watch over three ranks of which the last has not come, after `seconds` of signs of those that run."""
+    places = RankGroupOptions(3, lambda: None).places
+    watch = RankWatch(places, LIMITS, lambda: Position(phase="loading"), ("head", 100))
+    watch.joined(1, "head", 101)
+    watch.beat(1, Position(phase="importing"))
+    for _ in range(round(seconds / TICK_SECONDS)):
+        for rank in running:
+            watch.runs(rank)
+        watch.tick(TICK_SECONDS)
+    return watch, caplog.messages
+
+
+def test_a_start_names_who_is_silent_and_then_gives_up(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    watch, said = loading(caplog=caplog, seconds=14.8)
+    assert said == ["TP1 (pid 101) gives no sign for 5.1 s of the start (last sign: importing)"]
+    assert watch.verdict is None
+    caplog.clear()
+    watch, said = loading(caplog=caplog, seconds=15.3)
+    assert len(said) == 1 and "TP1 (pid 101) silent for 15.1 s" in str(watch.verdict)
+
+
+def test_a_start_has_patience_with_those_that_run(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    watch, said = loading(1, caplog=caplog, seconds=600.0)
+    assert not said and watch.verdict is None
 
 
 def in_step(step: int, operations: int, operation: str = "all_gather") -> Position:

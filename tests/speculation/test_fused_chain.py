@@ -45,7 +45,7 @@ def test_the_same_drafts(checkpoint: str, dtype: str, tmp_path: Path) -> None:
         speculative_num_draft_tokens=5,
     )
     try:
-        layers = engine.worker.runner.speculation._drafter._layers
+        layers = engine.worker.runner.speculation.drafter.layers
         if not layers.fuses_drafts:
             pytest.skip("no kernel here drafts whole chains (no C++ compiler)")
         fused = layers._fused

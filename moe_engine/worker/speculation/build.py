@@ -10,6 +10,7 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.loader import load_model, load_mtp
+from moe_engine.models.mtp import MTPLayers
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.kv_pool import KVPool, kv_spec
@@ -67,6 +68,12 @@ def add_speculation(runner: ModelRunner, config: SpeculationConfig, options: Dra
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match)
     runner.speculation = SpeculativeStep(config, drafter, rows, runner.builder, runner.sampler, pool, target, stream)
     return num_bytes
+
+
+def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
+    """Those that draft for a runner's model."""
+    drafter = runner.speculation.drafter if runner.speculation is not None else None
+    return drafter.layers if isinstance(drafter, MTPDrafter) else None
 
 
 def _standalone(runner: ModelRunner, config: SpeculationConfig, options: DraftOptions) -> tuple[StandaloneDrafter, int]:

@@ -46,7 +46,7 @@ class MTPDrafter:
     def __init__(
         self, layers: MTPLayers, batches: DraftBatches, rows: Rows, sampler: Sampler, stream: DeviceStream, hidden: int
     ) -> None:
-        self._layers = layers
+        self.layers = layers
         self._batches = batches
         self._rows = rows
         self._sampler = sampler
@@ -67,17 +67,17 @@ class MTPDrafter:
         assert self._state is not None, "a row is drafted for that was never followed"
         chain = task.topk == 1
         places = self._places(task.lengths, task.depth if chain else 1)
-        if chain and self._layers.fuses_drafts and len(task.rows) <= MAX_FUSED_ROWS:
+        if chain and self.layers.fuses_drafts and len(task.rows) <= MAX_FUSED_ROWS:
             return self._propose_at_once(task, self._state, places)
         state = self._state.index_select(0, task.rows_device)  # [D, E]
         tokens = [task.roots]
         for step, batch in enumerate(self._batches.chain(task.rows, task.rows_device, places)):
             sizes = task.sizes[step] if task.sizes else None
             batch = replace(batch, sizes=sizes)
-            state = self._layers.forward(min(step, self._behind), tokens[-1], state, batch)
-            logits = self._layers.logits(state, sizes)
+            state = self.layers.forward(min(step, self._behind), tokens[-1], state, batch)
+            logits = self.layers.logits(state, sizes)
             if not chain:
-                expand = _LevelByLevel(self._layers, self._batches, task, state)
+                expand = _LevelByLevel(self.layers, self._batches, task, state)
                 return grow(task, logits, expand, self._sampler)
             drawn = self._sampler.sample(logits, SampledRows(task.rows, task.lengths + 1 + step, task.rows_device))
             tokens.append(drawn.clamp_min(0))
@@ -86,7 +86,7 @@ class MTPDrafter:
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         for some in sizes:
-            self._layers.join(ForwardBatch.nothing(self._batches.kv, some, self._stream.device))
+            self.layers.join(ForwardBatch.nothing(self._batches.kv, some, self._stream.device))
 
     def _propose_at_once(self, task: DraftTask, states: Tensor, places: np.ndarray) -> Drafts:
         """The chain in one call of a kernel."""
@@ -98,7 +98,7 @@ class MTPDrafter:
             again = SampledRows(np.tile(task.rows, task.depth), lengths, task.rows_device)
             uniform = self._sampler.uniforms(again)
         kv, roots = self._batches.kv, task.roots
-        return Drafts(self._layers.draft_chain(states, task.rows_device, roots, steps, kv, parameters, uniform))
+        return Drafts(self.layers.draft_chain(states, task.rows_device, roots, steps, kv, parameters, uniform))
 
     def _places(self, lengths: np.ndarray, num_steps: int) -> np.ndarray:
         """Positions [num_steps, D] of the steps of drafting."""
@@ -113,7 +113,7 @@ class MTPDrafter:
         assert history is not None
         self._keep(rows, computed)
         if not self._behind:
-            self._layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, computed.forward)
+            self.layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, computed.forward)
             return
         first = np.maximum(starts - self._behind, self._entered[rows])
         hidden = self._with_last(computed, starts - first)
@@ -123,8 +123,8 @@ class MTPDrafter:
         hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
         v = hidden
         for layer in range(self._behind):
-            v = self._layers.forward(layer, history.at(batch.flat + 1 + layer), v, forward)
-        self._layers.remember(self._behind, history.at(batch.flat + 1 + self._behind), v, forward)
+            v = self.layers.forward(layer, history.at(batch.flat + 1 + layer), v, forward)
+        self.layers.remember(self._behind, history.at(batch.flat + 1 + self._behind), v, forward)
         self._keep_last(rows, hidden, batch.offsets, starts + self._stream.read(computed.kept) - first)
 
     def _keep(self, rows: np.ndarray, computed: Computed) -> None:

@@ -101,7 +101,7 @@ class SpeculativeStep:
     ) -> None:
         assert rows.history is not None
         self.config = config
-        self._drafter = drafter
+        self.drafter = drafter
         self._rows = rows
         self._history: History = rows.history
         self._builder = builder
@@ -115,7 +115,7 @@ class SpeculativeStep:
     def enter(self, plan: StepPlan) -> None:
         """Rows that begin in this step, whether it is speculative or not."""
         for new in plan.new_rows:
-            self._drafter.enter(new)
+            self.drafter.enter(new)
 
     # -- before the target runs
 
@@ -146,7 +146,7 @@ class SpeculativeStep:
     def draft_with_others(self, sizes: Sequence[StepSizes]) -> None:
         """Takes part in forwards that draft for other attention groups."""
         if sizes:
-            self._drafter.join(sizes)
+            self.drafter.join(sizes)
 
     def draft(self, plan: StepPlan, speculation: Speculation, sizes: Sequence[StepSizes] = ()) -> Verification:
         """Drafts for the decodes of a plan; `sizes` as `DraftTask` has them."""
@@ -158,14 +158,14 @@ class SpeculativeStep:
             return Verification(decodes, starts, roots[:, None], None, 0)
         depth, topk, with_drafts = speculation.depth, self.config.topk, decodes.with_drafts
         if len(with_drafts) == len(rows):
-            drafts = self._drafter.propose(
+            drafts = self.drafter.propose(
                 DraftTask(rows, starts, decodes.rows_device, roots, depth, topk, decodes.most, sizes)
             )
         else:
             index = self._upload(with_drafts)
             some, lengths = rows[with_drafts], starts[with_drafts]
             task = DraftTask(some, lengths, decodes.rows_device[index], roots[index], depth, topk, decodes.most, sizes)
-            drafts = _spread(self._drafter.propose(task), index, roots)
+            drafts = _spread(self.drafter.propose(task), index, roots)
         return Verification(decodes, starts, drafts.tokens, drafts.parents, depth)
 
     def _decodes(self, plan: StepPlan) -> Decodes:
@@ -326,7 +326,7 @@ class SpeculativeStep:
             offsets = batch.offsets
             in_runs = torch.cat((path, chunks))
             hidden = hidden.index_select(0, in_runs[self._upload(places_in_runs(offsets, counts))])
-        self._drafter.follow(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
+        self.drafter.follow(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
 
     # -- pieces
 
