@@ -15,6 +15,7 @@ from moe_engine.parallel.topology import RankLists, Topology
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.build import PhasedDispatcher
     from moe_engine.parallel.dispatch.protocol import DispatchShape
+    from moe_engine.parallel.dispatch.symm_mem.memory import PeerMemory
     from moe_engine.parallel.dispatch.tables import DispatchChoice
     from moe_engine.parallel.expert_tables import ExpertTables
     from moe_engine.parallel.overlap import Overlap
@@ -145,15 +146,20 @@ def join(
 
 
 def with_dispatcher(
-    parallel: ParallelContext, choice: DispatchChoice, shape: DispatchShape, decode_tokens: int
+    parallel: ParallelContext,
+    choice: DispatchChoice,
+    shape: DispatchShape,
+    decode_tokens: int,
+    peer_memory: PeerMemory | None = None,
 ) -> ParallelContext:
     """The context with the dispatcher that all layers use one after the other. Collective over the model's ranks.
 
     Args:
         shape: `max_tokens` is what a rank brings at most: its share of its attention group's tokens.
         decode_tokens: the same in the decode mode, which serves steps that only decode and are not larger.
+        peer_memory: as `Groups` has it.
     """
     from moe_engine.parallel.dispatch.build import Groups, build
 
-    groups = Groups(parallel.ep, parallel.node, parallel.rails, parallel.process_group)
+    groups = Groups(parallel.ep, parallel.node, parallel.rails, parallel.process_group, peer_memory=peer_memory)
     return replace(parallel, dispatcher=build(choice, shape, decode_tokens, groups), decode_tokens=decode_tokens)

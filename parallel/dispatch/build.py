@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,6 +23,9 @@ from moe_engine.parallel.dispatch.shared_memory import SharedMemory
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.dispatch.two_hop import TwoHop
 
+if TYPE_CHECKING:
+    from moe_engine.parallel.dispatch.symm_mem.memory import PeerMemory
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -31,8 +34,9 @@ class Groups:
     Attributes:
         experts: all of them, in the order of their experts.
         node: those of this rank's host; rails: those with this rank's place, one of each host. Needed by two_hop.
-        process_group: torch's own of `experts`; needed by deepep.
+        process_group: torch's own of `experts`; needed by deepep, symm_mem and nvshmem.
         deep_ep: the library; None imports it.
+        peer_memory: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
     """
 
     experts: Group
@@ -40,6 +44,7 @@ class Groups:
     rails: Group | None = None
     process_group: Any = None
     deep_ep: ModuleType | None = None
+    peer_memory: PeerMemory | None = None
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:
@@ -145,11 +150,27 @@ def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatc
     return made
 
 
+def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+    """Low latency through peers' memory; prefill, which has sizes to wait for anyway, by torch's all_to_all."""
+    from moe_engine.parallel.dispatch.symm_mem.memory import TorchPeerMemory  # these two bring Triton along
+    from moe_engine.parallel.dispatch.symm_mem.peers import PeerDispatcher
+
+    memory = groups.peer_memory or TorchPeerMemory(groups.process_group)
+    made: list[Dispatcher] = []
+    for mode, shape in shapes.items():
+        if mode == "low_latency":
+            made.append(PeerDispatcher(groups.experts, shape, memory))
+        else:
+            made += _MAKERS["all_to_all"](groups, {mode: shape})
+    return made
+
+
 _MAKERS: dict[str, Maker] = {
     "local": _exchanged(lambda groups, shape, static: LocalExchange()),
     "deepep": _deepep,
     "all_to_all": _exchanged(lambda groups, shape, static: _all_to_all(groups.experts, shape, static)),
     "allgather": _exchanged(lambda groups, shape, static: AllGather(groups.experts, shape, static)),
     "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape, static)),
+    "symm_mem": _symm_mem,
     "two_hop": _exchanged(_two_hop),
 }
