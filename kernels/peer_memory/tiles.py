@@ -17,6 +17,7 @@ class PeerTiles:
         announce_step: pairs that are compared with each other at a time.
         row_cols: numbers of a row at a time; row_blocks: blocks of 128 of an FP8 row.
         receive_parts: programs that share an expert's FP8 rows; return_parts: that send an expert's results back.
+        copy_programs: that share the rows of one copy.
         sum_cols: numbers of a token that a program sums.
     """
 
@@ -28,6 +29,7 @@ class PeerTiles:
     row_warps: int
     receive_parts: int
     return_parts: int
+    copy_programs: int
     sum_cols: int
     sum_warps: int
 
@@ -41,6 +43,7 @@ TILES = PeerTiles(
     row_warps=4,
     receive_parts=8,
     return_parts=16,
+    copy_programs=264,
     sum_cols=1024,
     sum_warps=4,
 )

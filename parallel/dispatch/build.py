@@ -25,6 +25,7 @@ from moe_engine.parallel.dispatch.two_hop import TwoHop
 
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.symm_mem.memory import PeerMemory
+    from moe_engine.parallel.dispatch.symm_mem.nvshmem import Shuffles
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Groups:
         process_group: torch's own of `experts`; needed by deepep, symm_mem and nvshmem.
         deep_ep: the library; None imports it.
         peer_memory: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
+        shuffles: NVSHMEM's operations; None: torch's.
     """
 
     experts: Group
@@ -45,6 +47,7 @@ class Groups:
     process_group: Any = None
     deep_ep: ModuleType | None = None
     peer_memory: PeerMemory | None = None
+    shuffles: Shuffles | None = None
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:
@@ -156,13 +159,27 @@ def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
     from moe_engine.parallel.dispatch.symm_mem.peers import PeerDispatcher
 
     memory = groups.peer_memory or TorchPeerMemory(groups.process_group)
-    made: list[Dispatcher] = []
-    for mode, shape in shapes.items():
-        if mode == "low_latency":
-            made.append(PeerDispatcher(groups.experts, shape, memory))
-        else:
-            made += _MAKERS["all_to_all"](groups, {mode: shape})
-    return made
+    return _with_low_latency(groups, shapes, "all_to_all", lambda shape: PeerDispatcher(groups.experts, shape, memory))
+
+
+def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+    """Low latency by NVSHMEM; prefill by what crosses between nodes least often."""
+    from moe_engine.parallel.dispatch.symm_mem.nvshmem import NvshmemDispatcher, TorchShuffles
+
+    shuffles = groups.shuffles or TorchShuffles(groups.process_group)
+    nodes = groups.node is not None and groups.node.size > 1 and groups.rails is not None and groups.rails.size > 1
+    prefill = "two_hop" if nodes else "all_to_all"
+    return _with_low_latency(groups, shapes, prefill, lambda shape: NvshmemDispatcher(groups.experts, shape, shuffles))
+
+
+def _with_low_latency(
+    groups: Groups, shapes: Shapes, prefill: str, make: Callable[[DispatchShape], Dispatcher]
+) -> list[Dispatcher]:
+    """What `make` makes in low latency, another backend's dispatcher in normal mode."""
+    return [
+        make(shape) if mode == "low_latency" else _MAKERS[prefill](groups, {mode: shape})[0]
+        for mode, shape in shapes.items()
+    ]
 
 
 _MAKERS: dict[str, Maker] = {
@@ -172,5 +189,6 @@ _MAKERS: dict[str, Maker] = {
     "allgather": _exchanged(lambda groups, shape, static: AllGather(groups.experts, shape, static)),
     "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape, static)),
     "symm_mem": _symm_mem,
+    "nvshmem": _nvshmem,
     "two_hop": _exchanged(_two_hop),
 }

@@ -79,6 +79,10 @@ def _symm_mem(place: Place) -> str | None:
     return _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
 
 
+def _nvshmem(place: Place) -> str | None:
+    return _many(place) or symm_mem.why_not_nvshmem(place.device_kind, place.num_ranks)
+
+
 def _two_hop(place: Place) -> str | None:
     if place.num_nodes == 1:
         return "there is one node"
@@ -93,6 +97,7 @@ ROWS = [
     DispatchRow("symm_mem", MODES, 35, _symm_mem),
     DispatchRow("shared_memory", MODES, 30, _shared_memory),
     DispatchRow("two_hop", MODES, 20, _two_hop),
+    DispatchRow("nvshmem", MODES, 15, _nvshmem),
     DispatchRow("all_to_all", MODES, 10, _many),
     DispatchRow("allgather", MODES, 0, _many),
 ]

@@ -17,6 +17,7 @@ from moe_engine.parallel.dispatch.build import Groups, build
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Phase
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from tests.parallel.host_peers import HostPeerMemory
+from tests.parallel.nvshmem_emulator import EmulatedShuffles
 from tests.parallel.routings import MAX_TOKENS, Routing
 from tests.parallel.worlds import DTYPES, TIMEOUT_S, Outcome, Setup, row_of, run_experts, shape_of
 
@@ -24,13 +25,16 @@ made: dict[Any, tuple[Any, HostPeerMemory, DistributedGroup]] = {}
 
 
 def dispatcher_of(setup: Setup, routing: Routing) -> tuple[Any, HostPeerMemory, DistributedGroup]:
-    """With both modes, on a group of its own."""
+    """With both modes, on a group of its own; and what gives it memory, if it takes any."""
     key = (setup, routing.num_experts, routing.top_k)
     if key not in made:
-        group, memory = DistributedGroup(dist.new_group(), TIMEOUT_S), HostPeerMemory()
-        choice = DispatchChoice(row_of("symm_mem"), {"prefill": "normal", "decode": "low_latency"}, "a test's")
+        process_group = dist.new_group()
+        group, memory = DistributedGroup(process_group, TIMEOUT_S), HostPeerMemory()
+        shuffles = EmulatedShuffles(process_group)
+        choice = DispatchChoice(row_of(setup.backend), {"prefill": "normal", "decode": "low_latency"}, "a test's")
         shape = shape_of(setup, routing.num_experts, routing.top_k)
-        made[key] = build(choice, shape, MAX_TOKENS, Groups(group, peer_memory=memory)), memory, group
+        dispatcher = build(choice, shape, MAX_TOKENS, Groups(group, peer_memory=memory, shuffles=shuffles))
+        made[key] = dispatcher, memory, group
     return made[key]
 
 

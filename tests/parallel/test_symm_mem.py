@@ -81,17 +81,31 @@ def test_any_routing_on_four_ranks(four: Ranks, routing: Routing, setup: Setup) 
     check_all(setup, [routing], four.call(worlds.run_routings, setup, [routing], timeout_s=60))
 
 
+SHUFFLED = (
+    replace(PLAIN, backend="nvshmem", hidden=128),
+    replace(PLAIN, backend="nvshmem", hidden=128, dtype="bfloat16"),
+    replace(PLAIN, backend="nvshmem", hidden=256, dtype="bfloat16", fp8=True),
+)
+
+
+@settings(EXAMPLES, max_examples=6)
+@given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SHUFFLED))
+def test_any_routing_through_nvshmem(two: Ranks, routing: Routing, setup: Setup) -> None:
+    check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
+
+
 def drawn(seed: int, kind: str = "uniform", sizes: tuple[int, ...] = (3, 2)) -> Routing:
     generator = np.random.default_rng(seed)
     ids = tuple(draw_ids(kind, size, 4, 2, len(sizes), generator) for size in sizes)
     return Routing(seed, 4, 2, ids)
 
 
+@pytest.mark.parametrize("setup", [SETUPS[1], SHUFFLED[2]], ids=lambda setup: setup.backend)
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_two_results_may_be_alive(two: Ranks, newest_first: bool) -> None:
+def test_two_results_may_be_alive(two: Ranks, setup: Setup, newest_first: bool) -> None:
     first, second = drawn(1), drawn(2, sizes=(0, 4))
-    of_ranks = two.call(worlds.run_live, SETUPS[1], first, second, newest_first, timeout_s=60)
-    check_all(SETUPS[1], [first, second], [list(outcomes) for outcomes in of_ranks])
+    of_ranks = two.call(worlds.run_live, setup, first, second, newest_first, timeout_s=60)
+    check_all(setup, [first, second], [list(outcomes) for outcomes in of_ranks])
 
 
 def test_modes_take_turns(two: Ranks) -> None:
