@@ -15,7 +15,12 @@ from torch import Tensor
 
 from moe_engine.kernels.peer_memory.regions import COUNTED, RETURNED, SENT, Regions, Slot
 from moe_engine.kernels.peer_memory.tiles import TILES
-from moe_engine.kernels.peer_memory.triton_combine import give_back_kernel, sum_kernel
+from moe_engine.kernels.peer_memory.triton_combine import (
+    give_back_constants,
+    give_back_kernel,
+    sum_constants,
+    sum_kernel,
+)
 from moe_engine.kernels.peer_memory.triton_dispatch import (
     announce_constants,
     announce_kernel,
@@ -67,6 +72,7 @@ class PeerExchange:
         self._slots = [regions.slot(number) for number in range(num_slots)]
         self._peers = torch.tensor(list(addresses), dtype=torch.int64, device=device)
         self._state = torch.zeros(num_slots, STATE_WORDS, dtype=torch.int64, device=device)
+        self._numbers = [torch.empty(regions.max_pairs, dtype=torch.int32, device=device) for _ in self._slots]
         self._failed = torch.zeros(1, dtype=torch.int64, device=device)
         self._arrivals = [self._make_arrival(slot, dtype) for slot in self._slots]
 
@@ -87,43 +93,65 @@ class PeerExchange:
 
     def dispatch(self, x: Tensor, ids: Tensor, number: int) -> Arrival:
         """Sends x [T, D] to the experts that ids int32 [T, K] name, through slot `number`."""
-        regions, slot, arrival = self._regions, self._slots[number], self._arrivals[number]
         x, ids = x.contiguous(), ids.contiguous()
-        num_pairs, ranks, local = ids.numel(), regions.num_ranks, regions.num_local
-        state, awaited = self._state[number], (self._failed, self._lost)
-        announce_kernel[(ranks,)](
-            ids, self._peers, state, arrival.positions, num_pairs, self._rank, slot.counts, slot.flags[COUNTED],
-            **announce_constants(local, ranks), num_warps=TILES.announce_warps,
-        )  # fmt: skip
-        send_kernel[(max(num_pairs, 1),)](
-            x, ids, arrival.positions, self._peers, state, *awaited, num_pairs, self._rank, regions.capacity,
-            regions.max_pairs, self._limit_ns, slot.counts, slot.flags[COUNTED], slot.flags[SENT], slot.origins,
-            slot.rows, slot.scales, **send_constants(ids.shape[1], regions.hidden, local, ranks, regions.fp8),
-            num_warps=TILES.row_warps,
-        )  # fmt: skip
-        receive_kernel[(local, TILES.receive_parts if regions.fp8 else 1)](
-            self._peers, state, *awaited, arrival.counts, arrival.rows, self._rank, regions.capacity, self._limit_ns,
-            slot.counts, slot.flags[SENT], slot.rows, slot.scales,
-            **receive_constants(regions.hidden, local, ranks, regions.fp8), num_warps=TILES.row_warps,
-        )  # fmt: skip
-        return arrival
+        self.announce(ids, number)
+        self.send(x, ids, number)
+        return self.receive(number)
 
     def combine(self, rows: Tensor, weights: Tensor, number: int) -> Tensor:
         """rows [El, C, D], the experts' results, and weights float32 [T, K] -> [T, D] in rows' dtype."""
-        regions, slot, arrival = self._regions, self._slots[number], self._arrivals[number]
-        rows, weights = rows.contiguous(), weights.float().contiguous()
-        num_tokens, top_k = weights.shape
-        state, ranks = self._state[number], {"RANKS": regions.num_ranks}
-        ranks["LANES"] = triton.next_power_of_2(regions.num_ranks)
-        give_back_kernel[(regions.num_local, TILES.return_parts)](
-            rows, arrival.counts, self._peers, state, self._failed, self._rank, regions.capacity, regions.max_pairs,
-            slot.origins, slot.returned, slot.flags[RETURNED], WIDTH=regions.hidden, COLS=TILES.row_cols, **ranks,
+        self.give_back(rows.contiguous(), number)
+        return self.sum(weights.float().contiguous(), rows.dtype, number)
+
+    # -- the same in parts, a launch each; tensors contiguous
+
+    def announce(self, ids: Tensor, number: int) -> None:
+        """Begins the slot's next use and waits for nobody."""
+        regions, slot, ranks = self._regions, self._slots[number], self._regions.num_ranks
+        announce_kernel[(ranks,)](
+            ids, self._peers, self._state[number], self._numbers[number], ids.numel(), self._rank, slot.counts,
+            slot.flags[COUNTED], **announce_constants(regions.num_local, ranks),
+            num_warps=TILES.announce_warps,
+        )  # fmt: skip
+
+    def send(self, x: Tensor, ids: Tensor, number: int) -> None:
+        """Waits for every rank's announcement."""
+        regions, slot = self._regions, self._slots[number]
+        constants = send_constants(ids.shape[1], regions.hidden, regions.num_local, regions.num_ranks, regions.fp8)
+        send_kernel[(max(ids.numel(), 1),)](
+            x, ids, self._numbers[number], self._arrivals[number].positions, self._peers, self._state[number],
+            self._failed, self._lost, ids.numel(), self._rank, regions.capacity, regions.max_pairs, self._limit_ns,
+            slot.counts, slot.flags[COUNTED], slot.flags[SENT], slot.origins, slot.rows, slot.scales, **constants,
             num_warps=TILES.row_warps,
         )  # fmt: skip
-        out = torch.empty(num_tokens, regions.hidden, dtype=rows.dtype, device=rows.device)
+
+    def receive(self, number: int) -> Arrival:
+        """Waits until every rank has sent."""
+        regions, slot, arrival = self._regions, self._slots[number], self._arrivals[number]
+        constants = receive_constants(regions.hidden, regions.num_local, regions.num_ranks, regions.fp8)
+        receive_kernel[(regions.num_local, TILES.receive_parts if regions.fp8 else 1)](
+            self._peers, self._state[number], self._failed, self._lost, arrival.counts, arrival.rows, self._rank,
+            regions.capacity, self._limit_ns, slot.counts, slot.flags[SENT], slot.rows, slot.scales, **constants,
+            num_warps=TILES.row_warps,
+        )  # fmt: skip
+        return arrival
+
+    def give_back(self, rows: Tensor, number: int) -> None:
+        """Waits for nobody."""
+        regions, slot = self._regions, self._slots[number]
+        give_back_kernel[(regions.num_local, TILES.return_parts)](
+            rows, self._arrivals[number].counts, self._peers, self._state[number], self._failed, self._rank,
+            regions.capacity, regions.max_pairs, slot.origins, slot.returned, slot.flags[RETURNED],
+            **give_back_constants(regions.hidden, regions.num_ranks), num_warps=TILES.row_warps,
+        )  # fmt: skip
+
+    def sum(self, weights: Tensor, dtype: torch.dtype, number: int) -> Tensor:
+        """Waits until every rank has given back."""
+        regions, slot, (num_tokens, top_k) = self._regions, self._slots[number], weights.shape
+        out = torch.empty(num_tokens, regions.hidden, dtype=dtype, device=weights.device)
         sum_kernel[(max(num_tokens, 1), triton.cdiv(regions.hidden, TILES.sum_cols))](
-            arrival.positions, weights, out, self._peers, state, self._failed, self._lost, num_tokens, self._rank,
-            self._limit_ns, slot.returned, slot.flags[RETURNED], TOP_K=top_k, WIDTH=regions.hidden,
-            COLS=TILES.sum_cols, **ranks, num_warps=TILES.sum_warps,
+            self._arrivals[number].positions, weights, out, self._peers, self._state[number], self._failed, self._lost,
+            num_tokens, self._rank, self._limit_ns, slot.returned, slot.flags[RETURNED],
+            **sum_constants(top_k, regions.hidden, regions.num_ranks), num_warps=TILES.sum_warps,
         )  # fmt: skip
         return out

@@ -8,11 +8,13 @@ Legend: T tokens, K experts per token, M most tokens of a rank, El experts of a 
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from moe_engine.kernels.peer_memory.tiles import SHAPES, TILES
-from moe_engine.kernels.peer_memory.triton_flags import await_flags, is_last, part_of, raise_flags
+from moe_engine.kernels.peer_memory.triton_flags import await_flags, is_last, part_of, raise_flags, rank_constants
 from moe_engine.kernels.triton.aot import AotCase
 
 _SIZES = ["rank", "capacity", "max_pairs", "limit_ns", "num_tokens"]
@@ -75,6 +77,14 @@ def sum_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=cols < tl.where(inside, WIDTH, 0))
 
 
+def give_back_constants(hidden: int, num_ranks: int) -> dict[str, Any]:
+    return {"WIDTH": hidden, **rank_constants(num_ranks), "COLS": TILES.row_cols}
+
+
+def sum_constants(top_k: int, hidden: int, num_ranks: int) -> dict[str, Any]:
+    return {"TOP_K": top_k, "WIDTH": hidden, **rank_constants(num_ranks), "COLS": TILES.sum_cols}
+
+
 def aot_cases() -> list[AotCase]:
     """Of the shapes in `tiles.SHAPES`; results travel in bf16 whatever tokens travel in."""
     own = {"peers": "*i64", "state": "*i64", "failed": "*i64", "lost": "*i32", "limit_ns": "i64"}
@@ -82,10 +92,10 @@ def aot_cases() -> list[AotCase]:
     arguments |= {"rows": "*bf16", "counts": "*i32", "positions": "*i32", "weights": "*fp32:1", "out": "*bf16"}
     found = []
     for shape in (shape for shape in SHAPES if not shape.fp8):
-        common = {"WIDTH": shape.hidden, "RANKS": shape.num_ranks, "LANES": triton.next_power_of_2(shape.num_ranks)}
+        size = shape.hidden, shape.num_ranks
         for kernel, name, constants, warps in (
-            (give_back_kernel, "give_back", common | {"COLS": TILES.row_cols}, TILES.row_warps),
-            (sum_kernel, "sum", common | {"TOP_K": shape.top_k, "COLS": TILES.sum_cols}, TILES.sum_warps),
+            (give_back_kernel, "give_back", give_back_constants(*size), TILES.row_warps),
+            (sum_kernel, "sum", sum_constants(shape.top_k, *size), TILES.sum_warps),
         ):
             names = [argument for argument in kernel.arg_names if argument not in constants]
             signature = {argument: arguments[argument] for argument in names}

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from moe_engine.kernels.peer_memory.tiles import SHAPES, TILES, CompiledShape
-from moe_engine.kernels.peer_memory.triton_flags import await_flags, is_last, part_of, raise_flags
+from moe_engine.kernels.peer_memory.triton_flags import await_flags, is_last, part_of, raise_flags, rank_constants
 from moe_engine.kernels.quantization.protocol import BLOCK
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
@@ -30,10 +30,10 @@ _OFFSETS = ["counts_at", "counted_at", "sent_at", "origins_at", "rows_at", "scal
 
 @triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS], do_not_specialize_on_alignment=["ids"])
 def announce_kernel(
-    ids, peers, state, positions, num_pairs, rank, counts_at: tl.int64, counted_at: tl.int64,
+    ids, peers, state, numbers, num_pairs, rank, counts_at: tl.int64, counted_at: tl.int64,
     NUM_LOCAL: tl.constexpr, LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Program d counts the pairs for the experts of rank d and numbers them: positions [P], within their expert.
+    """Program d counts the pairs for the experts of rank d and numbers them: numbers [P], within their expert.
 
     Begins the slot's next epoch. Grid (R,).
     """
@@ -49,7 +49,7 @@ def announce_kernel(
         named = (chosen[:, None] == experts[None, :]) & here[:, None]
         earlier = (chosen[:, None] == chosen[None, :]) & (lane[None, :] < lane[:, None])
         place = tl.sum(tl.where(named, total[None, :], 0), axis=1) + tl.sum(earlier.to(tl.int32), axis=1)
-        tl.store(positions + pairs, place, mask=here)
+        tl.store(numbers + pairs, place, mask=here)
         total += tl.sum(named.to(tl.int32), axis=0)
     for peer in range(RANKS):
         counts = part_of(peers, peer, counts_at, tl.int32)
@@ -79,14 +79,14 @@ def _write_row(x, row, scales, WIDTH: tl.constexpr, COLS: tl.constexpr, FP8: tl.
 
 @triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS], do_not_specialize_on_alignment=["ids"])
 def send_kernel(
-    x, ids, positions, peers, state, failed, lost,
+    x, ids, numbers, positions, peers, state, failed, lost,
     num_pairs, rank, capacity, max_pairs, limit_ns: tl.int64, counts_at: tl.int64, counted_at: tl.int64,
     sent_at: tl.int64, origins_at: tl.int64, rows_at: tl.int64, scales_at: tl.int64,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUM_LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     COLS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Program p writes pair p's row of x [T, WIDTH] where its expert takes it; positions [P] becomes the row of the
-    expert, -1 where nothing was sent: no such expert, or more rows than C. Grid (max(P, 1),)."""
+    """Program p writes pair p's row of x [T, WIDTH] where its expert takes it; positions [P] gets the expert's row, -1
+    where nothing was sent: no such expert, or more rows than C. Grid (max(P, 1),)."""
     pair = tl.program_id(0)
     epoch = tl.load(state)
     flags = part_of(peers, rank, counted_at, tl.int64)
@@ -100,7 +100,7 @@ def send_kernel(
     lanes = tl.arange(0, LANES)
     earlier = lanes < tl.where(known, rank, 0)
     before = tl.load(counts + lanes * (RANKS * NUM_LOCAL) + expert, mask=earlier, other=0)
-    place = tl.sum(before, axis=0) + tl.load(positions + pair, mask=known, other=0)
+    place = tl.sum(before, axis=0) + tl.load(numbers + pair, mask=known, other=0)
     fits = known & (place < capacity)
     tl.store(positions + pair, tl.where(fits, place, -1), mask=inside)
     if fits:
@@ -155,7 +155,7 @@ def receive_kernel(
 
 def announce_constants(num_local: int, num_ranks: int) -> dict[str, Any]:
     local = triton.next_power_of_2(num_local)
-    return {"NUM_LOCAL": num_local, "LOCAL": local, **_ranks(num_ranks), "STEP": TILES.announce_step}
+    return {"NUM_LOCAL": num_local, "LOCAL": local, **rank_constants(num_ranks), "STEP": TILES.announce_step}
 
 
 def send_constants(top_k: int, hidden: int, num_local: int, num_ranks: int, fp8: bool) -> dict[str, Any]:
@@ -164,11 +164,7 @@ def send_constants(top_k: int, hidden: int, num_local: int, num_ranks: int, fp8:
 
 def receive_constants(hidden: int, num_local: int, num_ranks: int, fp8: bool) -> dict[str, Any]:
     cols = TILES.row_blocks if fp8 else TILES.row_cols
-    return {"WIDTH": hidden, "NUM_LOCAL": num_local, **_ranks(num_ranks), "COLS": cols, "FP8": fp8}
-
-
-def _ranks(num_ranks: int) -> dict[str, int]:
-    return {"RANKS": num_ranks, "LANES": triton.next_power_of_2(num_ranks)}
+    return {"WIDTH": hidden, "NUM_LOCAL": num_local, **rank_constants(num_ranks), "COLS": cols, "FP8": fp8}
 
 
 def aot_cases() -> list[AotCase]:
@@ -179,7 +175,8 @@ def aot_cases() -> list[AotCase]:
 def _cases_of(shape: CompiledShape) -> list[AotCase]:
     own = {"peers": "*i64", "state": "*i64", "failed": "*i64", "lost": "*i32"}
     sizes = dict.fromkeys(_SIZES[:-1], "i32") | {"limit_ns": "i64"} | dict.fromkeys(_OFFSETS, "i64")
-    tensors = {"ids": "*i32:1", "positions": "*i32", "counts_out": "*i32", "x": "*bf16", "out": "*bf16"}
+    tensors = dict.fromkeys(("numbers", "positions", "counts_out"), "*i32") | {"ids": "*i32:1"}
+    tensors |= dict.fromkeys(("x", "out"), "*bf16")
     arguments = own | sizes | tensors
     sizes_of = (shape.hidden, shape.num_local, shape.num_ranks, shape.fp8)
     found = []

@@ -68,3 +68,7 @@ def raise_flags(peers, rank, offset, epoch, RANKS: tl.constexpr, LANES: tl.const
     present = lanes < RANKS
     flags = (tl.load(peers + lanes, mask=present, other=0) + offset + rank * 8).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(flags, tl.zeros((LANES,), tl.int64) + epoch, mask=present, sem="release", scope="sys")
+
+
+def rank_constants(num_ranks: int) -> dict[str, int]:
+    return {"RANKS": num_ranks, "LANES": triton.next_power_of_2(num_ranks)}
