@@ -52,6 +52,11 @@ class ParallelContext:
     process_group: Any = None
     """torch's own of the world, for libraries that want one."""
 
+    def check_peers(self) -> None:
+        """Raises `PeerLost` if a device gave up a peer during a step whose results have come (see `WatchesPeers`)."""
+        if self.dispatcher is not None:
+            self.dispatcher.check_peers()
+
     @property
     def world_size(self) -> int:
         return self.topology.tp_size

@@ -70,16 +70,20 @@ class RanksHere:
 
     def run(self, number: int, on_phase: Callable[[str, Callable[[], Any]], Any] | None = None) -> Tensor:
         """One dispatch and combine of all ranks, phase by phase; `on_phase` runs each and returns what it returned."""
-        run = on_phase or (lambda name, call: call())
-        ranks = list(enumerate(self._ranks))
-        run("announce", lambda: [own.announce(self.ids[r], number) for r, own in ranks])
-        run("send", lambda: [own.send(self.x[r], self.ids[r], number) for r, own in ranks])
-        arrivals = run("receive", lambda: [own.receive(number) for _, own in ranks])
+
+        def run(name: str, launch: Callable[[int, PeerExchange], Any]) -> Any:
+            def call() -> list[Any]:
+                return [launch(r, own) for r, own in enumerate(self._ranks)]
+
+            return on_phase(name, call) if on_phase else call()
+
+        run("announce", lambda r, own: own.announce(self.ids[r], number))
+        run("send", lambda r, own: own.send(self.x[r], self.ids[r], number))
+        arrivals = run("receive", lambda r, own: own.receive(number))
         self.counts = [arrival.counts.clone() for arrival in arrivals]
         rows = [self._experts(r, arrival) for r, arrival in enumerate(arrivals)]
-        run("give_back", lambda: [own.give_back(rows[r], number) for r, own in ranks])
-        dtype = self._load.dtype
-        return torch.stack(run("sum", lambda: [own.sum(self.weights[r], dtype, number) for r, own in ranks]))
+        run("give_back", lambda r, own: own.give_back(rows[r], number))
+        return torch.stack(run("sum", lambda r, own: own.sum(self.weights[r], self._load.dtype, number)))
 
     def run_beside(self, number: int) -> Tensor:
         """The same on a stream for each rank, whole dispatches and combines: kernels wait for each other."""

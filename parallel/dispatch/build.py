@@ -18,7 +18,15 @@ from moe_engine.parallel.dispatch.deepep.expanded import ElasticDispatcher, EPBu
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
 from moe_engine.parallel.dispatch.local import LocalExchange
-from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Exchange, Layout, Mode, Phase
+from moe_engine.parallel.dispatch.protocol import (
+    Dispatcher,
+    DispatchShape,
+    Exchange,
+    Layout,
+    Mode,
+    Phase,
+    WatchesPeers,
+)
 from moe_engine.parallel.dispatch.shared_memory import SharedMemory
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.dispatch.two_hop import TwoHop
@@ -83,6 +91,12 @@ class PhasedDispatcher:
         """As `Dispatcher.combine`, with the dispatcher that made the handle."""
         dispatcher, theirs = handle
         return dispatcher.combine(rows, topk_weights, theirs)
+
+    def check_peers(self) -> None:
+        """As `WatchesPeers.check_peers`, of all phases: for the end of a step, when its results have come."""
+        for dispatcher in self._by_phase.values():
+            if isinstance(dispatcher, WatchesPeers):
+                dispatcher.check_peers()
 
 
 Shapes = dict[Mode, DispatchShape]

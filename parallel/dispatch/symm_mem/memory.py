@@ -53,7 +53,8 @@ class TorchPeerMemory:
     def allocate(self, group: Group, num_bytes: int) -> SharedBytes:
         import torch.distributed._symmetric_memory as symmetric
 
-        own = symmetric.empty(num_bytes, dtype=torch.uint8, device=group.device)
+        device = torch.empty(0, device=group.device).device  # with its number
+        own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         own.zero_()
         try:
             handle = symmetric.rendezvous(own, self._process_group)

@@ -80,7 +80,7 @@ class PeerDispatcher:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
         slot = self._slots.take()
         arrival = self._exchange.dispatch(x, topk_ids.to(torch.int32), slot)
-        self.check("dispatch")
+        self.check_peers()
         return ExpertBatch("padded", arrival.rows, counts=arrival.counts), PeerHandle(slot, len(x))
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: PeerHandle) -> Tensor:
@@ -88,15 +88,14 @@ class PeerDispatcher:
             raise ValueError(f"{handle.num_tokens} tokens were dispatched; there are weights of {len(topk_weights)}")
         self._slots.give_back(handle.slot)
         out = self._exchange.combine(rows, topk_weights, handle.slot)
-        self.check("combine")
+        self.check_peers()
         return out
 
-    def check(self, operation: str = "an exchange") -> None:
-        """Raises `PeerLost` if the device has given up a peer, as far as it has said so; never waits."""
+    def check_peers(self) -> None:
         late = self._exchange.lost_ranks()
         if late:
             group = self._group
             raise PeerLost(
-                f"{operation} through symmetric memory on rank {group.rank} of {group.size}: ranks {late} did not come "
-                f"in {group.timeout_s:g} s"
+                f"exchange through symmetric memory on rank {group.rank} of {group.size}: ranks {late} did not come in "
+                f"{group.timeout_s:g} s"
             )
