@@ -129,7 +129,7 @@ class Dispatcher(Protocol):
 
 @runtime_checkable
 class WatchesPeers(Protocol):
-    """A dispatcher whose device waits for peers while no host looks on: a captured graph has no call that could raise."""
+    """A dispatcher whose device waits for peers while no host looks on: no call of a captured graph could raise."""
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if the device has given up a peer, as far as it has said so; never waits."""
