@@ -17,13 +17,13 @@ SMALL = Load(num_ranks=3, num_local=2, top_k=3, hidden=128, tokens=4, dtype=torc
 
 @pytest.mark.parametrize(
     ("load", "bound"),
-    [(SMALL, 1e-6), (replace(SMALL, dtype=torch.bfloat16), 1e-2), (replace(SMALL, fp8=True, hidden=256), 6e-2)],
-    ids=["float32", "bfloat16", "fp8"],
+    [(SMALL, 1e-6), (replace(SMALL, dtype=torch.bfloat16, fp8=True, hidden=256), 6e-2)],
+    ids=["float32", "fp8"],
 )
 def test_what_the_gpu_suite_runs(load, bound):
     """Every phase's launch may come again, as its timing does; slots take turns."""
     ranks = RanksHere(load, "cpu")
-    for number in (0, 1, 0):
+    for number in (0, 1):
 
         def twice(name, call):
             call()

@@ -62,7 +62,7 @@ def check_all(setup: Setup, routings: list[Routing], of_ranks: list[list[Outcome
         check(setup, routing, [outcomes[number] for outcomes in of_ranks])
 
 
-@settings(EXAMPLES, max_examples=8)
+@settings(EXAMPLES, max_examples=7)
 @given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SETUPS))
 def test_any_routing_on_two_ranks(two: Ranks, routing: Routing, setup: Setup) -> None:
     check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
