@@ -20,10 +20,12 @@ class SharedBytes:
     """Attributes:
     own: uint8, zeroed; it lives as long as this tensor.
     addresses: of every rank's bytes as this rank reaches them, in the order of ranks, its own included.
+    keeps: what the addresses live by.
     """
 
     own: Tensor
     addresses: Sequence[int]
+    keeps: Any = None
 
 
 class PeerMemory(Protocol):
@@ -67,7 +69,7 @@ class TorchPeerMemory:
         offset = own.data_ptr() - bases[group.rank]  # of the tensor in what torch allocated, alike everywhere
         own[-1].item()  # the zeros have landed
         group.barrier()
-        return SharedBytes(own, [base + offset for base in bases])
+        return SharedBytes(own, [base + offset for base in bases], handle)
 
     def words_for_host(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
