@@ -26,24 +26,30 @@ def nanoseconds():
 
 
 @triton.jit
+def _some_are_late(flags, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """By a plain look: many programs wait for the same flags, and atomics would hold up whoever raises them."""
+    lanes = tl.arange(0, LANES)
+    seen = tl.load(flags + lanes, mask=lanes < RANKS, other=epoch, volatile=True)
+    return tl.sum((seen < epoch).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
 def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES: tl.constexpr):
     """Whether every rank has raised its flag [R] to `epoch`; gives up after the limit, or once `failed` is not 0.
 
     Whoever gives up first names the late ranks in `lost` [R] and sets `failed`, so that nobody waits a second time.
     """
-    lanes = tl.arange(0, LANES)
-    present = lanes < RANKS
-    nothing = tl.zeros((LANES,), tl.int64)
-    seen = tl.atomic_add(flags + lanes, nothing, mask=present, sem="acquire", scope="sys")
-    late = tl.sum(((seen < epoch) & present).to(tl.int32), axis=0)
     begin = nanoseconds()
     waited = begin - begin
-    patient = late > 0
+    patient = _some_are_late(flags, epoch, RANKS, LANES)
     while patient:
-        seen = tl.atomic_add(flags + lanes, nothing, mask=present, sem="acquire", scope="sys")
-        late = tl.sum(((seen < epoch) & present).to(tl.int32), axis=0)
+        patient = _some_are_late(flags, epoch, RANKS, LANES)
         waited = nanoseconds() - begin
-        patient = (late > 0) & (waited < limit_ns) & (tl.load(failed, volatile=True) == 0)
+        patient = patient & (waited < limit_ns) & (tl.load(failed, volatile=True) == 0)
+    lanes = tl.arange(0, LANES)
+    present = lanes < RANKS
+    seen = tl.atomic_add(flags + lanes, tl.zeros((LANES,), tl.int64), mask=present, sem="acquire", scope="sys")
+    late = tl.sum(((seen < epoch) & present).to(tl.int32), axis=0)
     if (late > 0) & (waited >= limit_ns):
         tl.store(lost + lanes, 1, mask=present & (seen < epoch))
         tl.store(failed, 1)
