@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from moe_engine.parallel.collectives import DistributedGroup, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, build
-from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Phase
+from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Phase
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from tests.parallel.host_peers import HostPeerMemory
 from tests.parallel.nvshmem_emulator import EmulatedShuffles
@@ -136,3 +137,9 @@ def run_until_lost(rank: int, timeout_s: float, going: str) -> str:
         if step == 3 and rank == 0:
             Path(going).touch()
     raise AssertionError
+
+
+def refusals(rank: int, module: str, shapes: list[DispatchShape]) -> list[str | None]:
+    """`why_not` of a dispatcher's module."""
+    found = import_module(f"moe_engine.parallel.dispatch.symm_mem.{module}")
+    return [found.why_not(shape) for shape in shapes]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from moe_engine.kernels.peer_memory.regions import ALIGNMENT, Regions
 from moe_engine.parallel.dispatch import symm_mem
+from moe_engine.parallel.dispatch.protocol import DispatchShape
 from moe_engine.parallel.dispatch.tables import Place, choose
 from tests.parallel import symm_worlds as worlds
 from tests.parallel.host_peers import INTERPRETED
@@ -175,3 +176,37 @@ def test_why_not_on_other_devices_and_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose(Place("cuda", 8, unlinked="they are not")).row.name == "all_to_all"
     monkeypatch.setattr(symm_mem.availability, "_torch_folder", Path)
     assert "no symmetric memory" in (symm_mem.why_not("cuda", 1) or "")
+
+
+def test_why_not_nvshmem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "the device is cpu" in (symm_mem.why_not_nvshmem("cpu", 4) or "")
+    assert "16 ranks at most; there are 17" in (symm_mem.why_not_nvshmem("cuda", 17) or "")
+    monkeypatch.setattr(symm_mem.availability, "_torch_folder", lambda: tmp_path)
+    assert "built without NVSHMEM" in (symm_mem.why_not_nvshmem("cuda", 16) or "")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_nvshmem.so").touch()
+    monkeypatch.setattr(symm_mem.availability, "find_spec", lambda name: None)
+    monkeypatch.setattr(symm_mem.availability, "find_library", lambda name: None)
+    assert "NVSHMEM is not installed" in (symm_mem.why_not_nvshmem("cuda", 16) or "")
+    monkeypatch.setattr(symm_mem.availability, "find_library", lambda name: "libnvshmem_host.so.3")
+    assert symm_mem.why_not_nvshmem("cuda", 16) is None
+
+
+GOOD = DispatchShape(128, 8, 8, 7168, 128, torch.bfloat16, fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "changed", "reason"),
+    [
+        ("peers", {"dtype": torch.float64}, "not torch.float64"),
+        ("peers", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
+        ("peers", {"max_tokens": 1 << 25}, "32 bits"),
+        ("nvshmem", {"num_ranks": 32}, "32 ranks; at most 16"),
+        ("nvshmem", {"num_ranks": 4}, "32 experts of a rank; at most 16"),
+        ("nvshmem", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
+    ],
+)
+def test_dispatchers_say_what_they_cannot_serve(two: Ranks, module: str, changed: dict, reason: str) -> None:
+    shapes = [GOOD, replace(GOOD, **changed)]  # type: ignore[arg-type]
+    for found in two.call(worlds.refusals, module, shapes):  # there, because these modules bring Triton along
+        assert found[0] is None and reason in found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,9 +33,18 @@ def why_not_nvshmem(device_kind: str, num_ranks: int) -> str | None:
         return f"torch's all_to_all_vdev_2d_offset takes {MAX_NVSHMEM_RANKS} ranks at most; there are {num_ranks}"
     if not (_torch_folder() / "lib" / "libtorch_nvshmem.so").exists():
         return "this torch was built without NVSHMEM (no libtorch_nvshmem.so)"
-    if find_spec("nvidia.nvshmem") is None:
+    if not _nvshmem_installed():
         return "NVSHMEM is not installed (pip install nvidia-nvshmem-cu12, or -cu13 as torch's CUDA)"
     return None
+
+
+def _nvshmem_installed() -> bool:
+    """As a package, or where the linker looks."""
+    try:
+        packaged = find_spec("nvidia.nvshmem") is not None
+    except ModuleNotFoundError:  # no package of NVIDIA at all
+        packaged = False
+    return packaged or find_library("nvshmem_host") is not None
 
 
 def _torch_folder() -> Path:
