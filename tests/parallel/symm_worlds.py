@@ -21,7 +21,7 @@ from moe_engine.parallel.dispatch.tables import DispatchChoice
 from tests.parallel.host_peers import HostPeerMemory
 from tests.parallel.nvshmem_emulator import EmulatedShuffles
 from tests.parallel.routings import MAX_TOKENS, Routing
-from tests.parallel.worlds import DTYPES, TIMEOUT_S, Outcome, Setup, row_of, run_experts, shape_of
+from tests.parallel.worlds import DTYPES, TIMEOUT_S, Outcome, Setup, row_of, run_experts, shape_of, two_alive
 
 made: dict[Any, tuple[Any, HostPeerMemory, DistributedGroup]] = {}
 
@@ -66,25 +66,10 @@ def run_routings(rank: int, setup: Setup, routings: list[Routing], phase: Phase 
 
 
 def run_live(rank: int, setup: Setup, first: Routing, second: Routing, newest_first: bool) -> tuple[Outcome, Outcome]:
-    """Two live results, combined in either order; a third dispatch is refused."""
+    """Two live results in spoilt memory, combined in either order; a third dispatch is refused."""
     dispatcher, memory, group = dispatcher_of(setup, first)
     spoil(memory, group)
-    live = []
-    for routing in (first, second):
-        x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
-        live.append((dispatcher.dispatch(x, ids, weights, "decode"), weights))
-    try:
-        dispatcher.dispatch(x, ids, weights, "decode")
-    except RuntimeError as error:
-        assert "alive" in str(error)
-    else:
-        raise AssertionError("a third live result")
-    outcomes: dict[int, Outcome] = {}
-    for number in (1, 0) if newest_first else (0, 1):
-        (batch, handle), weights = live[number]
-        rows, counts = run_experts(batch, rank * first.num_experts // dist.get_world_size())
-        outcomes[number] = Outcome(dispatcher.combine(rows, weights, handle), counts)
-    return outcomes[0], outcomes[1]
+    return two_alive(dispatcher, rank, setup, first, second, newest_first)
 
 
 def replay(rank: int, setup: Setup, routings: list[Routing]) -> list[Outcome]:

@@ -69,7 +69,7 @@ class PeerDispatcher:
             item_bytes=shape.dtype.itemsize,
             fp8=shape.fp8,
         )
-        self._shared = shared = memory.allocate(group, regions.num_bytes(NUM_LIVE))
+        shared = self._shared = memory.allocate(group, regions.num_bytes(NUM_LIVE))  # held: the addresses live by it
         lost = memory.words_for_host(group.size)
         self._exchange = PeerExchange(
             regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype
