@@ -15,6 +15,7 @@ from moe_engine.parallel.topology import RankLists, Topology
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.build import PhasedDispatcher
     from moe_engine.parallel.dispatch.protocol import DispatchShape
+    from moe_engine.parallel.dispatch.symm_mem.memory import PeerMemory
     from moe_engine.parallel.dispatch.tables import DispatchChoice
     from moe_engine.parallel.expert_tables import ExpertTables
     from moe_engine.parallel.overlap import Overlap
@@ -50,6 +51,11 @@ class ParallelContext:
     """What is done while tokens travel; None: nothing."""
     process_group: Any = None
     """torch's own of the world, for libraries that want one."""
+
+    def check_peers(self) -> None:
+        """Raises `PeerLost` if a device gave up a peer during a step whose results have come (see `WatchesPeers`)."""
+        if self.dispatcher is not None:
+            self.dispatcher.check_peers()
 
     @property
     def world_size(self) -> int:
@@ -145,15 +151,20 @@ def join(
 
 
 def with_dispatcher(
-    parallel: ParallelContext, choice: DispatchChoice, shape: DispatchShape, decode_tokens: int
+    parallel: ParallelContext,
+    choice: DispatchChoice,
+    shape: DispatchShape,
+    decode_tokens: int,
+    peer_memory: PeerMemory | None = None,
 ) -> ParallelContext:
     """The context with the dispatcher that all layers use one after the other. Collective over the model's ranks.
 
     Args:
         shape: `max_tokens` is what a rank brings at most: its share of its attention group's tokens.
         decode_tokens: the same in the decode mode, which serves steps that only decode and are not larger.
+        peer_memory: as `Groups` has it.
     """
     from moe_engine.parallel.dispatch.build import Groups, build
 
-    groups = Groups(parallel.ep, parallel.node, parallel.rails, parallel.process_group)
+    groups = Groups(parallel.ep, parallel.node, parallel.rails, parallel.process_group, peer_memory=peer_memory)
     return replace(parallel, dispatcher=build(choice, shape, decode_tokens, groups), decode_tokens=decode_tokens)

@@ -62,7 +62,7 @@ def run_all(names: Sequence[str], seconds: float, output: Path) -> int:
 
 def part_text(name: str, values: dict[str, Any]) -> str:
     """A part's result for people."""
-    from benchmarks.gpu_suite import kernel_times
+    from benchmarks.gpu_suite import exchange, kernel_times
 
     if "failed" in values:
         return f"failed: {values['failed']}"
@@ -70,6 +70,8 @@ def part_text(name: str, values: dict[str, Any]) -> str:
         return f"{values['num_kernels']} kernels compiled for sm_{values['arch']}, {values['wrong']} not fit to ship"
     if name == "kernels":
         return kernel_times.as_text(values)
+    if name == "exchange":
+        return exchange.as_text(values)
     if name == "parity":
         cells = [(n["kernel"], n["row"], _error(n), "yes" if n["ok"] else "NO") for n in values["lines"]]
         refused = [f"{row}: {why}" for row, why in values["refused"].items()]

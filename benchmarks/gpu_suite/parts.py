@@ -55,6 +55,12 @@ def _kernels(folder: Path) -> dict[str, Any]:
     return kernel_times.measure([*cases.timed_cases(), *all_cases()])
 
 
+def _exchange(folder: Path) -> dict[str, Any]:
+    from benchmarks.gpu_suite.exchange import measure
+
+    return measure()
+
+
 def _decode(folder: Path) -> dict[str, Any]:
     from benchmarks.gpu_suite.engine_points import measure_decode
 
@@ -82,6 +88,7 @@ def _profile(folder: Path) -> dict[str, Any]:
 PARTS = (
     Part("aot", 90, _aot),
     Part("parity", 150, _parity),
+    Part("exchange", 60, _exchange),
     Part("kernels", 180, _kernels),
     Part("decode", 120, _decode),
     Part("profile", 80, _profile),

@@ -11,6 +11,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import dispatch_shape
 from moe_engine.parallel.collectives import Group, SingleRank
 from moe_engine.parallel.context import ParallelContext, with_dispatcher
+from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.topology import RankLists, Topology
 
@@ -49,6 +50,16 @@ class AbsentRanks:
         """Nobody to wait for."""
 
 
+class AbsentPeerMemory:
+    """A `PeerMemory` of ranks that do not exist."""
+
+    def allocate(self, group: Group, num_bytes: int) -> SharedBytes:
+        return SharedBytes(torch.empty(num_bytes, dtype=torch.uint8, device=group.device), [0] * group.size)
+
+    def words_for_host(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+
 def first_rank(topology: Topology, device: torch.device) -> ParallelContext:
     """Rank 0's context, without a dispatcher."""
 
@@ -76,4 +87,5 @@ def with_exchange(
     decode_tokens: int,
 ) -> ParallelContext:
     """The context with the dispatcher of that choice. Raises what a library raises that needs its GPU to exist."""
-    return with_dispatcher(parallel, choice, dispatch_shape(model, parallel, dtype, max_tokens), decode_tokens)
+    shape = dispatch_shape(model, parallel, dtype, max_tokens)
+    return with_dispatcher(parallel, choice, shape, decode_tokens, AbsentPeerMemory())

@@ -51,7 +51,10 @@ def explain_text(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> str:
             lines.append(f"  {value.name:<{names}}  {_text(value.value):<{width}}  {origin}")
     lines += ["", "memory:", *(f"  {line}" for line in config.ledger.lines())]
     lines += ["", "requests:", *(f"  {name}: {value}" for name, value in facts_of(config).items())]
-    lines += ["", "kernels:", *_kernel_lines(choices)]
+    lines += ["", "kernels:"]
+    for family, backend, reason, refused in _choices(config, choices):
+        lines.append(f"  {family:<10}  {backend:<10}  {reason}")
+        lines += [f"  {'':<10}  not {name}: {why}" for name, why in refused.items()]
     if config.notes:
         lines += ["", "notes:", *(f"  {note}" for note in config.notes)]
     return "\n".join(lines)
@@ -75,12 +78,13 @@ def facts_of(config: ResolvedConfig) -> dict[str, int]:
     }
 
 
-def _kernel_lines(choices: Iterable[Choice]) -> list[str]:
-    lines = []
-    for choice in choices:
-        lines.append(f"  {choice.family:<10}  {choice.row.name:<10}  {choice.reason}")
-        lines += [f"  {'':<10}  not {name}: {why}" for name, why in choice.refused.items()]
-    return lines
+def _choices(config: ResolvedConfig, choices: Iterable[Choice]) -> list[tuple[str, str, str, dict[str, str]]]:
+    """(family, backend, reason, why not each other) of the kernels, and of what moves tokens where they travel."""
+    found = [(choice.family, choice.row.name, choice.reason, choice.refused) for choice in choices]
+    dispatch = config.parallel.dispatch
+    if dispatch is not None:
+        found.append(("dispatch", dispatch.row.name, dispatch.reason, dispatch.refused))
+    return found
 
 
 def explain_json(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> dict[str, Any]:
@@ -102,8 +106,8 @@ def explain_json(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> dict
         },
         "requests": facts_of(config),
         "kernels": [
-            {"family": choice.family, "backend": choice.row.name, "reason": choice.reason, "refused": choice.refused}
-            for choice in choices
+            {"family": family, "backend": backend, "reason": reason, "refused": refused}
+            for family, backend, reason, refused in _choices(config, choices)
         ],
         "notes": list(config.notes),
     }

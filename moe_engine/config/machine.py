@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 from moe_engine.errors import ConfigError
 
@@ -17,7 +19,8 @@ UNLIMITED = 1 << 60
 class Machine:
     """Memory of the device that holds weights and KV, in bytes; `source` says where the figures come from.
 
-    `available_bytes` is what nobody uses now. On a CPU both count a container's limit.
+    `available_bytes` is what nobody uses now. On a CPU both count a container's limit. `unlinked`: which of the GPUs
+    cannot reach each other's memory; None where all can.
     """
 
     device: str
@@ -27,6 +30,7 @@ class Machine:
     cores: int
     source: str = ""
     device_reason: str = ""
+    unlinked: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,17 @@ def _probe_cuda(cores: int, reason: str) -> Machine:
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or check the driver")
     free, total = torch.cuda.mem_get_info(0)
-    return Machine("cuda", torch.cuda.get_device_name(0), total, free, cores, "CUDA driver", reason)
+    name = torch.cuda.get_device_name(0)
+    return Machine("cuda", name, total, free, cores, "CUDA driver", reason, _unlinked(torch.cuda))
+
+
+def _unlinked(cuda: Any) -> str | None:
+    """Pairs of GPUs that the driver does not let into each other's memory."""
+    pairs = permutations(range(cuda.device_count()), 2)
+    apart = next((pair for pair in pairs if not cuda.can_device_access_peer(*pair)), None)
+    return (
+        None if apart is None else f"GPU {apart[0]} cannot reach the memory of GPU {apart[1]} (nvidia-smi topo -p2p r)"
+    )
 
 
 def host_memory(meminfo: str | None = None, cgroup: Path | None = None) -> Memory:

@@ -66,12 +66,18 @@ def dispatch_tokens(plan: ParallelPlan, num_decode_tokens: int) -> int:
 
 
 def resolve_parallel(
-    args: EngineArgs, model: ModelConfig, device: str, place: ClusterPlace | None, record: Record
+    args: EngineArgs,
+    model: ModelConfig,
+    device: str,
+    place: ClusterPlace | None,
+    record: Record,
+    unlinked: str | None = None,
 ) -> ParallelPlan:
     """Pure, as `resolve`.
 
     Args:
         place: what SLURM or torchrun say, for what the flags leave open.
+        unlinked: as `Machine` has it.
 
     Raises:
         ConfigError: sizes that do not fit each other or the model, with those that would.
@@ -95,7 +101,8 @@ def resolve_parallel(
     _check_nodes(topology, replicas, node_rank, leader)
     dispatch = None
     if topology.travels:
-        dispatch = _dispatch(topology, device, flags, record)
+        where = Place(device, topology.tp_size, topology.num_nodes, unlinked)
+        dispatch = _dispatch(topology, where, flags, record)
     _check_overlap(flags, dispatch is not None)
     fp8 = flags.moe_dispatch_dtype == "fp8"
     if fp8 and (dispatch is None or model.hidden_size % 128):
@@ -195,8 +202,7 @@ def _check_nodes(topology: Topology, replicas: int, node_rank: int, leader: str 
         )
 
 
-def _dispatch(topology: Topology, device: str, flags: ParallelArgs, record: Record) -> DispatchChoice:
-    place = Place(device, topology.tp_size, topology.num_nodes)
+def _dispatch(topology: Topology, place: Place, flags: ParallelArgs, record: Record) -> DispatchChoice:
     try:
         choice = choose(place, topology.moe_a2a_backend, flags.deepep_mode)
     except ValueError as error:

@@ -215,7 +215,8 @@ def _table_row(given: SizingInput) -> LedgerRow:
 
 
 def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
-    """Buffers that tokens travel through: low latency has room for every rank's tokens at every expert, twice."""
+    """Buffers that tokens travel through: low latency has room for every rank's tokens at every expert, twice; what
+    travels in FP8 is there as it came and widened."""
     plan, moe = given.parallel, given.model.moe
     if plan.dispatch is None or moe is None:
         return []
@@ -224,6 +225,8 @@ def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
     if "low_latency" in plan.dispatch.modes.values():
         arriving = topology.tp_size * dispatch_tokens(plan, given.shape.num_logits)
         rows = 2 * arriving * (moe.num_experts // topology.ep_size)
+        if plan.dispatch_fp8:
+            rows += rows // given.dtype_bytes
     rows += 2 * topology.tp_size * -(-given.shape.num_tokens // topology.attn_tp_size)
     num_bytes = rows * given.model.hidden_size * given.dtype_bytes
     return [LedgerRow("dispatch buffers", num_bytes, f"{rows} rows, {plan.dispatch.row.name}")]

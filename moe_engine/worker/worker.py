@@ -197,7 +197,7 @@ class Worker:
         except Exception as error:
             future.set_exception(error)
         else:
-            collector.submit(_collect, pending, future)
+            collector.submit(_collect, pending, future, self.runner.shared.parallel)
 
 
 def step_thread(stream: DeviceStream, num_threads: int | None) -> ThreadPoolExecutor:
@@ -310,8 +310,10 @@ def _prepare(
     return runner, info, experts
 
 
-def _collect(pending: PendingResult, future: Future[StepResult]) -> None:
+def _collect(pending: PendingResult, future: Future[StepResult], parallel: ParallelContext) -> None:
     try:
-        future.set_result(pending.take())
+        result = pending.take()
+        parallel.check_peers()  # what a replayed graph computed without a peer must not become an answer
+        future.set_result(result)
     except Exception as error:
         future.set_exception(error)

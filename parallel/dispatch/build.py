@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,10 +18,22 @@ from moe_engine.parallel.dispatch.deepep.expanded import ElasticDispatcher, EPBu
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
 from moe_engine.parallel.dispatch.local import LocalExchange
-from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Exchange, Layout, Mode, Phase
+from moe_engine.parallel.dispatch.protocol import (
+    Dispatcher,
+    DispatchShape,
+    Exchange,
+    Layout,
+    Mode,
+    Phase,
+    WatchesPeers,
+)
 from moe_engine.parallel.dispatch.shared_memory import SharedMemory
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.dispatch.two_hop import TwoHop
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.dispatch.symm_mem.memory import PeerMemory
+    from moe_engine.parallel.dispatch.symm_mem.nvshmem import Shuffles
 
 
 @dataclass(frozen=True)
@@ -31,8 +43,10 @@ class Groups:
     Attributes:
         experts: all of them, in the order of their experts.
         node: those of this rank's host; rails: those with this rank's place, one of each host. Needed by two_hop.
-        process_group: torch's own of `experts`; needed by deepep.
+        process_group: torch's own of `experts`; needed by deepep, symm_mem and nvshmem.
         deep_ep: the library; None imports it.
+        peer_memory: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
+        shuffles: NVSHMEM's operations; None: torch's.
     """
 
     experts: Group
@@ -40,6 +54,8 @@ class Groups:
     rails: Group | None = None
     process_group: Any = None
     deep_ep: ModuleType | None = None
+    peer_memory: PeerMemory | None = None
+    shuffles: Shuffles | None = None
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:
@@ -75,6 +91,12 @@ class PhasedDispatcher:
         """As `Dispatcher.combine`, with the dispatcher that made the handle."""
         dispatcher, theirs = handle
         return dispatcher.combine(rows, topk_weights, theirs)
+
+    def check_peers(self) -> None:
+        """As `WatchesPeers.check_peers`, of all phases: for the end of a step, when its results have come."""
+        for dispatcher in self._by_phase.values():
+            if isinstance(dispatcher, WatchesPeers):
+                dispatcher.check_peers()
 
 
 Shapes = dict[Mode, DispatchShape]
@@ -145,11 +167,42 @@ def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatc
     return made
 
 
+def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+    """Low latency through peers' memory; prefill, which has sizes to wait for anyway, by torch's all_to_all."""
+    from moe_engine.parallel.dispatch.symm_mem.memory import TorchPeerMemory  # these two bring Triton along
+    from moe_engine.parallel.dispatch.symm_mem.peers import PeerDispatcher
+
+    memory = groups.peer_memory or TorchPeerMemory(groups.process_group)
+    return _with_low_latency(groups, shapes, "all_to_all", lambda shape: PeerDispatcher(groups.experts, shape, memory))
+
+
+def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
+    """Low latency by NVSHMEM; prefill by what crosses between nodes least often."""
+    from moe_engine.parallel.dispatch.symm_mem.nvshmem import NvshmemDispatcher, TorchShuffles
+
+    shuffles = groups.shuffles or TorchShuffles(groups.process_group)
+    nodes = groups.node is not None and groups.node.size > 1 and groups.rails is not None and groups.rails.size > 1
+    prefill = "two_hop" if nodes else "all_to_all"
+    return _with_low_latency(groups, shapes, prefill, lambda shape: NvshmemDispatcher(groups.experts, shape, shuffles))
+
+
+def _with_low_latency(
+    groups: Groups, shapes: Shapes, prefill: str, make: Callable[[DispatchShape], Dispatcher]
+) -> list[Dispatcher]:
+    """What `make` makes in low latency, another backend's dispatcher in normal mode."""
+    return [
+        make(shape) if mode == "low_latency" else _MAKERS[prefill](groups, {mode: shape})[0]
+        for mode, shape in shapes.items()
+    ]
+
+
 _MAKERS: dict[str, Maker] = {
     "local": _exchanged(lambda groups, shape, static: LocalExchange()),
     "deepep": _deepep,
     "all_to_all": _exchanged(lambda groups, shape, static: _all_to_all(groups.experts, shape, static)),
     "allgather": _exchanged(lambda groups, shape, static: AllGather(groups.experts, shape, static)),
     "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape, static)),
+    "symm_mem": _symm_mem,
+    "nvshmem": _nvshmem,
     "two_hop": _exchanged(_two_hop),
 }

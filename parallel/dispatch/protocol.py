@@ -13,7 +13,7 @@ Legend: T tokens of this rank, N tokens arrived here, D hidden, K experts per to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,3 +130,11 @@ class Dispatcher(Protocol):
             topk_weights: the ones given to dispatch. Most backends have sent them to the experts' ranks, which sum
                 before they send back; some weigh here.
         """
+
+
+@runtime_checkable
+class WatchesPeers(Protocol):
+    """A dispatcher whose device waits for peers while no host looks on: no call of a captured graph could raise."""
+
+    def check_peers(self) -> None:
+        """Raises `PeerLost` if the device has given up a peer, as far as it has said so; never waits."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moe_engine.parallel.dispatch import host_support
+from moe_engine.parallel.dispatch import host_support, symm_mem
 from moe_engine.parallel.dispatch.deepep import why_not as deepep_why_not
 
 if TYPE_CHECKING:  # the protocol imports torch; choosing does not need it
@@ -26,11 +26,13 @@ class Place:
         device_kind: ``cpu`` or ``cuda``.
         num_ranks: of the expert-parallel group.
         num_nodes: hosts they stand on; ranks are numbered host by host.
+        unlinked: why the GPUs of this host cannot reach each other's memory, as far as its driver tells; else None.
     """
 
     device_kind: str
     num_ranks: int
     num_nodes: int = 1
+    unlinked: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,14 @@ def _deepep(place: Place) -> str | None:
     return _many(place) or deepep_why_not(place.device_kind)
 
 
+def _symm_mem(place: Place) -> str | None:
+    return _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
+
+
+def _nvshmem(place: Place) -> str | None:
+    return _many(place) or symm_mem.why_not_nvshmem(place.device_kind, place.num_ranks)
+
+
 def _two_hop(place: Place) -> str | None:
     if place.num_nodes == 1:
         return "there is one node"
@@ -84,8 +94,10 @@ def _two_hop(place: Place) -> str | None:
 ROWS = [
     DispatchRow("local", ("normal",), 50, _local),
     DispatchRow("deepep", MODES, 40, _deepep),
+    DispatchRow("symm_mem", MODES, 35, _symm_mem),
     DispatchRow("shared_memory", MODES, 30, _shared_memory),
     DispatchRow("two_hop", MODES, 20, _two_hop),
+    DispatchRow("nvshmem", MODES, 15, _nvshmem),
     DispatchRow("all_to_all", MODES, 10, _many),
     DispatchRow("allgather", MODES, 0, _many),
 ]

@@ -31,7 +31,8 @@ class Workspace:
 
 
 class Slots:
-    """Hands out the numbers of the results that are alive; ranks that call alike get alike numbers."""
+    """Hands out the numbers of the results that are alive: the lowest that is free, so that whoever begins with none
+    alive begins alike. Ranks that replay graphs recorded at different times then meet in the same slots."""
 
     def __init__(self) -> None:
         self._free = list(range(NUM_LIVE))
@@ -44,4 +45,4 @@ class Slots:
     def give_back(self, slot: int) -> None:
         if slot in self._free:
             raise RuntimeError("this handle was combined before; a handle is used once")
-        self._free.append(slot)
+        self._free = sorted((*self._free, slot))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_engine.config.machine import host_memory, probe_machine, usable_cores
+from moe_engine.config.machine import _unlinked, host_memory, probe_machine, usable_cores
 
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:   12000000 kB\n"
 
@@ -52,3 +52,21 @@ def test_cpu_quota(tmp_path):
 def test_this_machine():
     machine = probe_machine("cpu")
     assert 0 < machine.available_bytes <= machine.total_bytes and machine.cores >= 1 and machine.device_name
+
+
+class Gpus:
+    """torch.cuda of a machine on which only GPUs of one half reach each other."""
+
+    def __init__(self, count: int, half: int) -> None:
+        self._count, self._half = count, half
+
+    def device_count(self) -> int:
+        return self._count
+
+    def can_device_access_peer(self, one: int, other: int) -> bool:
+        return one // self._half == other // self._half
+
+
+def test_gpus_that_cannot_reach_each_other_are_named():
+    assert _unlinked(Gpus(4, 4)) is None and _unlinked(Gpus(1, 1)) is None
+    assert "GPU 0 cannot reach the memory of GPU 2" in (_unlinked(Gpus(4, 2)) or "")

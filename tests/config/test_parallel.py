@@ -303,6 +303,7 @@ def test_dispatch_buffers_are_counted(resolved) -> None:
     travels = {"moe_a2a_backend": "all_to_all"}
     assert not buffers() and 0 < buffers(**travels, max_dispatch_tokens_per_rank=2) < buffers(**travels)
     assert buffers(**travels, deepep_mode="normal") < buffers(**travels, max_dispatch_tokens_per_rank=2)
+    assert buffers(**travels) < buffers(**travels, moe_dispatch_dtype="fp8") < 2 * buffers(**travels)
 
 
 # -- from a plan to ranks

@@ -101,6 +101,8 @@ def run_experts(batch: ExpertBatch, first: int) -> tuple[Tensor, list[int]]:
         for e, (start, stop) in enumerate(spans):
             out[start:stop] = toy_expert(batch.x[start:stop].float(), first + e).to(out.dtype)
         batch.x[spans[-1][1] :] = float("nan")
+        if batch.counts is not None:  # groups with room to spare
+            return out, batch.counts.tolist()
         return out, [stop - start for start, stop in spans]
     assert batch.counts is not None and batch.counts.dtype == torch.int32
     counts = batch.counts.tolist()
@@ -141,7 +143,13 @@ def run_phases(rank: int, setup: Setup, routing: Routing) -> list[Outcome]:
 
 def run_interleaved(rank: int, setup: Setup, first: Routing, second: Routing) -> tuple[Outcome, Outcome]:
     """Two live results, combined in the order of dispatch; a third dispatch must be refused."""
-    dispatcher = dispatcher_of(setup, first.num_experts, first.top_k)
+    return two_alive(dispatcher_of(setup, first.num_experts, first.top_k), rank, setup, first, second)
+
+
+def two_alive(
+    dispatcher: Any, rank: int, setup: Setup, first: Routing, second: Routing, newest_first: bool = False
+) -> tuple[Outcome, Outcome]:
+    """As `run_interleaved`, combined in either order."""
     live = []
     for routing in (first, second):
         x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
@@ -152,10 +160,11 @@ def run_interleaved(rank: int, setup: Setup, first: Routing, second: Routing) ->
         assert "alive" in str(error)
     else:
         raise AssertionError("a third live result")
-    outcomes = []
-    for (batch, handle), weights in live:
+    outcomes: dict[int, Outcome] = {}
+    for number in (1, 0) if newest_first else (0, 1):
+        (batch, handle), weights = live[number]
         rows, counts = run_experts(batch, rank * first.num_experts // dist.get_world_size())
-        outcomes.append(Outcome(dispatcher.combine(rows, weights, handle), counts))
+        outcomes[number] = Outcome(dispatcher.combine(rows, weights, handle), counts)
     return outcomes[0], outcomes[1]
 
 

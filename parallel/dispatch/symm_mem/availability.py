@@ -1,0 +1,52 @@
+"""Whether torch here can give ranks each other's memory. Imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from ctypes.util import find_library
+from importlib.util import find_spec
+from pathlib import Path
+
+from moe_engine.kernels.triton.availability import installed as triton_installed
+
+MAX_NVSHMEM_RANKS = 16  # its kernel has a warp for each, and 16 warps
+MAX_NVSHMEM_LOCAL = 16  # experts of a rank; the same, on the way out
+
+
+def why_not(device_kind: str, num_nodes: int) -> str | None:
+    """The reason why ranks cannot write into each other's memory over plain pointers, or None."""
+    if device_kind != "cuda":
+        return f"symmetric memory joins GPUs; the device is {device_kind}"
+    if num_nodes > 1:
+        return f"plain pointers reach the GPUs of one NVLink domain; there are {num_nodes} nodes (nvshmem goes beyond)"
+    if not triton_installed():
+        return "needs triton, which is not installed (pip install triton)"
+    if not (_torch_folder() / "distributed" / "_symmetric_memory").is_dir():
+        return "this torch has no symmetric memory (torch.distributed._symmetric_memory)"
+    return None
+
+
+def why_not_nvshmem(device_kind: str, num_ranks: int) -> str | None:
+    """The reason why torch's NVSHMEM operations cannot serve, or None."""
+    if device_kind != "cuda":
+        return f"NVSHMEM joins GPUs; the device is {device_kind}"
+    if num_ranks > MAX_NVSHMEM_RANKS:
+        return f"torch's all_to_all_vdev_2d_offset takes {MAX_NVSHMEM_RANKS} ranks at most; there are {num_ranks}"
+    if not (_torch_folder() / "lib" / "libtorch_nvshmem.so").exists():
+        return "this torch was built without NVSHMEM (no libtorch_nvshmem.so)"
+    if not _nvshmem_installed():
+        return "NVSHMEM is not installed (pip install nvidia-nvshmem-cu12, or -cu13 as torch's CUDA)"
+    return None
+
+
+def _nvshmem_installed() -> bool:
+    """As a package, or where the linker looks."""
+    try:
+        packaged = find_spec("nvidia.nvshmem") is not None
+    except ModuleNotFoundError:  # no package of NVIDIA at all
+        packaged = False
+    return packaged or find_library("nvshmem_host") is not None
+
+
+def _torch_folder() -> Path:
+    spec = find_spec("torch")  # finds, does not import
+    return Path(spec.origin).parent if spec is not None and spec.origin else Path()
