@@ -10,9 +10,10 @@ from safetensors import safe_open
 from benchmarks import report, side_by_side, soak, startup
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint, parse_overrides
 from benchmarks.datasets import Vocabulary
+from benchmarks.limits import MeasuredLimits
 from benchmarks.peers import Run, agreement
 from benchmarks.step_driver import BatchDriver
-from benchmarks.step_work import MachineLimits, ModelWork
+from benchmarks.step_work import ModelWork
 from benchmarks.workloads import TARGETS, WORKLOADS
 from moe_engine.types import StepPlan, StepResult
 
@@ -88,21 +89,25 @@ def test_workload_prompts():
 
 def test_judging_a_workload():
     workload, work = WORKLOADS["W1"], ModelWork.from_config(SHAPES["moe-390m"])
-    machine = MachineLimits(15e9, 1500e9)  # a limit of 81 tokens a second
+    limits = [MeasuredLimits(15.0 * speed, "read", 1500.0, "gemm", {}) for speed in (2, 1, 1)]  # 162, 81, 81 tokens/s
     runs = {
         "engine": [Run(seconds, 0.1, [[1, 2, 3]]) for seconds in (2.0, 2.5, 4.0)],
         "transformers": [Run(10.0, 0.4, [[1, 2, 4]])],
         "by_hand": [],
     }
-    result = side_by_side.workload_result(workload, runs, work, machine, TARGETS["moe-390m"]["W1"])
+    result = side_by_side.workload_result(workload, runs, limits, work, TARGETS["moe-390m"]["W1"])
+    assert result["limit_tokens_per_second"] == pytest.approx(81, rel=0.01)
     assert result["engine"]["tokens_per_second"] == pytest.approx(128 / 2.5)
     assert result["engine"]["spread"] == pytest.approx(0.8)
     assert result["ratio"] == pytest.approx(4.0) and result["passed_ratio"]
-    assert result["engine"]["fraction_of_limit"] == pytest.approx(51.2 / 81, rel=0.01) and result["passed_fraction"]
+    each = [64 / 162, 51.2 / 81, 32 / 81]  # a quick round on a machine that was twice as quick is no better one
+    assert result["engine"]["fractions_of_limit"] == pytest.approx(each, rel=0.01)
+    assert result["engine"]["fraction_of_limit"] == pytest.approx(32 / 81, rel=0.01) and not result["passed_fraction"]
     assert result["agreement"] == {"same_first_token": 1.0, "mean_common_tokens": 2.0}
     slower = {**runs, "engine": [Run(3.0, 0.1, [[9]])]}
-    result = side_by_side.workload_result(workload, slower, work, machine, TARGETS["moe-390m"]["W1"])
-    assert not result["passed_fraction"] and not result["passed_ratio"]
+    slow = [MeasuredLimits(10.0, "read", 1500.0, "gemm", {})]  # 54 tokens/s
+    result = side_by_side.workload_result(workload, slower, slow, work, TARGETS["moe-390m"]["W1"])
+    assert result["passed_fraction"] and not result["passed_ratio"]
     table = side_by_side.result_table({"W1": result})
     assert "short" in table and "W1  1 x 128 in, 128 out" in table and "3.3x" in table
 
