@@ -58,7 +58,7 @@ class ParallelArgs:
     moe_a2a_backend: str = flag(
         "none",
         "What moves tokens to the ranks of their experts. none: every rank sees all tokens. auto: the best that can "
-        "serve here (deepep or symm_mem on GPUs, shared_memory on one CPU host, two_hop on several nodes).",
+        "serve here (deepep on GPUs, shared_memory on one CPU host, two_hop on several nodes).",
         choices=_dispatchers,
         later=dict.fromkeys(
             ("deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "megamoe", "flashinfer_megamoe",

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from moe_engine.parallel.dispatch import host_support, symm_mem
+from moe_engine.parallel.dispatch import host_support
 from moe_engine.parallel.dispatch.deepep import expanded, legacy
 from moe_engine.parallel.dispatch.deepep.generation import generation_of
 from moe_engine.parallel.dispatch.protocol import DispatchShape
@@ -23,8 +23,7 @@ def test_auto_takes_what_the_place_offers() -> None:
         for place in (Place("cpu", 1), Place("cpu", 4), Place("cpu", 4, 2), Place("cpu", 4, 4), Place("cuda", 8))
     }
     shared = "all_to_all" if host_support.why_not() else "shared_memory"
-    linked = "all_to_all" if symm_mem.why_not("cuda", 1) else "symm_mem"
-    assert list(taken.values()) == ["local", shared, "two_hop", "all_to_all", linked]
+    assert list(taken.values()) == ["local", shared, "two_hop", "all_to_all", "all_to_all"]
 
 
 @pytest.mark.parametrize("place", [Place("cpu", 1), Place("cpu", 4), Place("cuda", 16, 2), Place("cpu", 5, 2)])
