@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.workspaces import fa3_splits
 from moe_engine.kernels.vendors.in_place import Room, TableInPlace
 from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of, slots_of
 from moe_engine.kernels.vendors.probe import FA3
 from moe_engine.kernels.vendors.trees import Tree
-
-MAX_QV_ROTARY, MIN_QV_LATENT = 64, 256
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ class FA3MLA(_Backend):
         """As the protocol says; C at least 256 and P at most 64."""
         latent = q.shape[2] - 64 if value_width is None else value_width
         rotary = q.shape[2] - latent
-        if latent < MIN_QV_LATENT or rotary > MAX_QV_ROTARY:
-            raise ValueError(f"FlashAttention 3 has no kernels for a latent of {latent} and {rotary} rotary channels")
+        _refuse(limits.fa3_absorbed(latent, rotary))
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], latent)
         group = self._group(plan, queries)
@@ -114,6 +112,7 @@ class FA3MLA(_Backend):
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
         heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
+        _refuse(limits.fa3_expanded(q.shape[2], kv.shape[2] - nope))
         if not q.shape[0]:
             return q.new_empty(0, heads, kv.shape[2] - nope)
         starts = plan_of(plan).get(queries, "context_starts", lambda: _context_starts(queries))
@@ -132,6 +131,7 @@ class FA3GQA(_Backend):
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
+        _refuse(limits.fa3_paged(q.shape[2]))
         if not q.shape[0]:
             return q.new_empty(q.shape)
         group = self._group(plan, queries)
@@ -140,6 +140,11 @@ class FA3GQA(_Backend):
             return self._run(group, q, *pages, softmax_scale=scale)
         out, lse = self._with_lse(group, q, *pages, softmax_scale=scale)
         return group.tree.merge(out, lse, *group.tree.attend(q, k_cache, v_cache, scale))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise ValueError(reason)
 
 
 def _context_starts(queries: PagedQueries) -> Tensor:

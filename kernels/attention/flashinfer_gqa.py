@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.workspaces import flashinfer_gqa_bytes
 from moe_engine.kernels.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
@@ -19,8 +20,6 @@ from moe_engine.kernels.vendors.in_place import Room
 from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums
 from moe_engine.kernels.vendors.probe import FLASHINFER
 from moe_engine.kernels.vendors.trees import Tree
-
-HEAD_WIDTHS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,9 @@ class FlashInferGQA:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
         tokens, heads, width = q.shape
-        if width not in HEAD_WIDTHS:
-            raise ValueError(f"FlashInfer has no kernels for heads of {width}; it has {HEAD_WIDTHS}")
+        reason = limits.flashinfer_paged(width)
+        if reason:
+            raise ValueError(reason)
         if not tokens:
             return q.new_empty(q.shape)
         form = _Form(heads, k_cache.shape[1], width, scale, q.dtype, k_cache.dtype)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.device import probe
 from moe_engine.kernels.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
@@ -23,8 +24,6 @@ from moe_engine.kernels.vendors.probe import FLASHINFER
 from moe_engine.kernels.vendors.trees import Tree
 
 HOPPER = 9
-EXPANDED_WIDTHS = ((192, 128), (128, 128), (64, 64), (256, 256))
-"""(N+P, V) that the ragged kernels are generated for."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,9 @@ class FlashInferMLA:
         """As the protocol says; C must be a multiple of 128 and P one of 64."""
         tokens, heads, width = q.shape
         latent = width - 64 if value_width is None else value_width
-        if latent % 128 or (width - latent) % 64:
-            raise ValueError(f"FlashInfer's MLA needs latents of 128 n and rotary widths of 64 n, not {latent}+...")
+        reason = limits.flashinfer_absorbed(latent, width - latent)
+        if reason:
+            raise ValueError(reason)
         if not tokens:
             return q.new_empty(0, heads, latent)
         # 64 or 128 query rows are a tile: heads that do not divide it are refused where a tile ends inside a token
@@ -132,8 +132,9 @@ class FlashInferMLA:
         queries.refuse_tree("expanded")
         heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
         form = _Expanded(heads, q.shape[2], kv.shape[2] - nope, scale, q.dtype)
-        if (form.key_width, form.value_width) not in EXPANDED_WIDTHS:
-            raise ValueError(f"FlashInfer has no kernels for keys of {form.key_width} and values of {form.value_width}")
+        reason = limits.flashinfer_expanded(form.key_width, form.value_width)
+        if reason:
+            raise ValueError(reason)
         if not q.shape[0]:
             return q.new_empty(0, heads, form.value_width)
         self._expanded = form

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.flashmla_records import Chosen
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
 from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries
+from moe_engine.kernels.device import HeadWidths, Need, probe
 from moe_engine.kernels.vendors.in_place import Room, TableInPlace
 from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of, slots_of
 from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts
 from moe_engine.kernels.vendors.trees import Tree
 
 PAGE = 64
-LATENT, ROTARY = 512, 64
-RECORD_HEADS = (64, 128)
-"""Query heads that the kernels over records are built for; fewer are padded."""
+LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class FlashMLA:
     def __init__(self, module: Any | None = None, expanded: MLABackend | None = None) -> None:
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
         self._plans_itself = not accepts(self._lib.get_mla_metadata, "cache_seqlens")
-        self._prefill = expanded or _best_other()
+        self._prefill = expanded
         self._room = Room()
         self._reads_records: bool | None = None  # None: no layer has run
 
@@ -104,8 +104,10 @@ class FlashMLA:
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
         """As the protocol says, for C = 512 and P = 64; `cache` holds plain numbers or `FP8_GROUPS` records."""
-        if q.shape[2] != LATENT + ROTARY or value_width not in (None, LATENT):
-            raise ValueError(f"FlashMLA has kernels for {LATENT}+{ROTARY} channels, not {q.shape[2]}, {value_width}")
+        latent = q.shape[2] - ROTARY if value_width is None else value_width
+        reason = limits.flashmla_absorbed(latent, q.shape[2] - latent)
+        if reason:
+            raise ValueError(reason)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], LATENT)
         form = form_of(cache, LATENT, ROTARY)
@@ -128,6 +130,9 @@ class FlashMLA:
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         other = self._prefill
+        if other is None:
+            value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
+            other = self._prefill = _best_other(HeadWidths(q.shape[1], 1, q.shape[2], value, LATENT, ROTARY))
         theirs = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
         return other.expanded(q, kv, k_rope, queries, scale, theirs)
 
@@ -156,9 +161,10 @@ class FlashMLA:
     def _over_records(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
         """Sparse attention with every visible token chosen: the library reads records in no other way."""
         tokens, heads, width = q.shape
-        padded = next((count for count in RECORD_HEADS if heads <= count), None)
-        if padded is None:
-            raise ValueError(f"FlashMLA reads FP8 records for at most {RECORD_HEADS[-1]} query heads, not {heads}")
+        reason = limits.flashmla_records(heads)
+        if reason:
+            raise ValueError(reason)
+        padded = next(count for count in limits.FLASHMLA_RECORD_HEADS if heads <= count)
         query = q.new_zeros(tokens, 1, padded, width)
         query[:, 0, :heads] = q
         pages = as_pages(cache, queries.page_size).unsqueeze(2)
@@ -173,10 +179,9 @@ class FlashMLA:
         return out
 
 
-def _best_other() -> MLABackend:
+def _best_other(widths: HeadWidths) -> MLABackend:
     from moe_engine.kernels import tables
-    from moe_engine.kernels.device import Need, probe
     from moe_engine.kernels.registry import select
 
     others = [row for row in tables.MLA if row.name != FlashMLA.name]
-    return select("attention", others, "auto", probe("cuda"), Need("bfloat16", page_size=PAGE)).build()
+    return select("attention", others, "auto", probe("cuda"), Need("bfloat16", page_size=PAGE, widths=widths)).build()

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_engine.kernels.device import HeadWidths
+
 MIB = 1 << 20
 MULTIPROCESSORS = 160
 """Of the largest GPU there are kernels for (B200: 148), where sizes are needed and no device is looked at."""
@@ -34,41 +36,42 @@ FA3_SPLIT_BYTES = 256 * MIB
 for MLA's wide results. More splits than fit here are not asked for."""
 
 TRITON_ROWS = 2 * 128
-"""Rows of partial results that a multiprocessor leaves at most: two blocks of the largest tile."""
+"""Rows of partial results that a multiprocessor leaves at most: two ends of its work, of the largest tile each."""
 
 
 @dataclass(frozen=True)
 class AttentionLoad:
     """What decides the scratch memory of an attention backend on one rank.
 
-    requests, tokens_each: of the largest step of decodes or verifications. heads, value_width: H and V.
-    pages: of the longest context. graphs: recorded steps; 0: none.
+    requests, tokens_each: of the largest step of decodes or verifications. widths: of the model there.
+    pages: of the longest context. graphs, recorded: how many steps are recorded, and requests of the largest.
     """
 
     requests: int
     tokens_each: int
-    heads: int
-    value_width: int
+    widths: HeadWidths
     pages: int
     graphs: int = 0
+    recorded: int = 0
 
     @property
-    def tokens(self) -> int:
-        return self.requests * self.tokens_each
+    def row_bytes(self) -> int:
+        """One float32 result and its log-sum-exp for every head of a query token."""
+        return 4 * self.widths.heads * (self.widths.result + 1)
 
     @property
-    def partial_bytes(self) -> int:
-        """One float32 result and its log-sum-exp for every head of every query token."""
-        return 4 * self.tokens * self.heads * (self.value_width + 1)
+    def sizes(self) -> tuple[int, ...]:
+        """Requests of the largest eager step, and of the largest recorded one, whose memory is another."""
+        return (self.requests, self.recorded) if self.graphs else (self.requests,)
 
     @property
     def table_bytes(self) -> int:
         """Page numbers of all requests, kept where recordings read them."""
-        return 4 * self.requests * self.pages if self.graphs else 0
+        return 4 * self.recorded * self.pages if self.graphs else 0
 
 
 Workspace = Callable[[AttentionLoad], int]
-"""Bytes that a backend takes at most."""
+"""Bytes that a backend takes at most, recordings included."""
 
 
 def flashinfer_gqa_bytes(requests: int, rows_each: int, heads: int, groups: int, width: int) -> int:
@@ -84,28 +87,30 @@ def flashinfer_gqa_bytes(requests: int, rows_each: int, heads: int, groups: int,
     return max(FLASHINFER_BYTES, -(-needed // MIB) * MIB)
 
 
-def flashinfer_gqa(load: AttentionLoad, groups: int) -> int:
-    each = load.tokens_each * load.heads // groups
-    recorded = flashinfer_gqa_bytes(load.requests, each, load.heads, groups, load.value_width)
-    more = recorded if load.graphs and recorded > FLASHINFER_BYTES else 0
-    return flashinfer(load) + more
-
-
 def flashinfer(load: AttentionLoad) -> int:
     wrappers = FLASHINFER_EAGER_WRAPPERS + load.graphs
     return FLASHINFER_BYTES + wrappers * FLASHINFER_PLAN_BYTES + load.table_bytes
 
 
+def flashinfer_gqa(load: AttentionLoad) -> int:
+    """A recorded plan that needs a larger buffer gets one of its own."""
+    widths = load.widths
+    rows_each = load.tokens_each * widths.heads // widths.groups
+    needed = flashinfer_gqa_bytes(load.recorded, rows_each, widths.heads, widths.groups, widths.key)
+    return flashinfer(load) + (needed if load.graphs and needed > FLASHINFER_BYTES else 0)
+
+
 def flashmla(load: AttentionLoad) -> int:
     """A result for each request and one more for each part of the device, a part having as many multiprocessors as a
     request has blocks of 64 rows."""
-    rows = load.tokens_each * load.heads
-    parts = max(1, MULTIPROCESSORS // -(-rows // 64))
-    return load.partial_bytes // max(1, load.requests) * (load.requests + parts) + load.table_bytes
+    parts = max(1, MULTIPROCESSORS // -(-load.tokens_each * load.widths.heads // 64))
+    splits = sum(size + parts for size in load.sizes)
+    return splits * load.tokens_each * load.row_bytes + load.table_bytes
 
 
 def fa3(load: AttentionLoad) -> int:
-    return min(FA3_MOST_SPLITS * load.partial_bytes, max(FA3_SPLIT_BYTES, load.partial_bytes)) + load.table_bytes
+    splits = (FA3_MOST_SPLITS * size * load.tokens_each * load.row_bytes for size in load.sizes)
+    return sum(min(num_bytes, FA3_SPLIT_BYTES) for num_bytes in splits) + load.table_bytes
 
 
 def fa3_splits(tokens: int, heads: int, value_width: int) -> int:
@@ -115,5 +120,6 @@ def fa3_splits(tokens: int, heads: int, value_width: int) -> int:
 
 
 def triton(load: AttentionLoad) -> int:
-    """Results of contexts that are cut into pieces for the multiprocessors; no table: kernels read slots."""
-    return 4 * 2 * MULTIPROCESSORS * TRITON_ROWS * (load.value_width + 1)
+    """Results of contexts that are cut into pieces for the multiprocessors; no table: kernels read slots. (With
+    --enable-deterministic-inference contexts are cut at fixed places, and what that takes grows with them.)"""
+    return len(load.sizes) * 4 * MULTIPROCESSORS * TRITON_ROWS * (load.widths.result + 1)

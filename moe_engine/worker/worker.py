@@ -20,12 +20,13 @@ import torch
 
 from moe_engine.kernels.attention.protocol import SharesContext
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.device import Need, probe
+from moe_engine.kernels.device import probe
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.needs import need_of_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -217,14 +218,8 @@ def physical_cores() -> int:
 
 
 def kernels_for(options: WorkerOptions, config: ModelConfig, regions: Regions | None = None) -> Backends:
-    """The kernels of the model, or of its draft model."""
-    need = Need(
-        dtype=options.dtype,
-        kv_dtype=options.kv_dtype,
-        attention=config.attention.kind,
-        page_size=options.page_size,
-        deterministic=options.deterministic,
-    )
+    """The kernels of the model, or of its draft model; the config has one rank's heads."""
+    need = need_of_model(config, options.dtype, options.kv_dtype, options.page_size, options.deterministic)
     return replace(build_backends(probe(options.device), need, options.backends), regions=regions)
 
 
@@ -246,7 +241,7 @@ def _prepare(
     local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
     kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
-    backends = kernels_for(options, config, regions)
+    backends = kernels_for(options, local, regions)
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
