@@ -42,7 +42,7 @@ from moe_engine.worker.region_setup import finish_regions, start_regions
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner, PendingResult
 from moe_engine.worker.speculation.build import DraftOptions, add_speculation, mtp_layers, num_mtp_layers
-from moe_engine.worker.warmup import compile_kernels, warm_up
+from moe_engine.worker.warmup import compile_kernels, warm_sizes, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -286,6 +286,8 @@ def _prepare(
         )
         draft_bytes = add_speculation(runner, speculation, draft_options)
     warm_up(runner)
+    if stream.asynchronous:
+        warm_sizes(runner, options.shapes.tokens)
     compile_kernels(backends, options.shapes)
     finish_regions(runner, regions)
     num_graphs = record_steps(runner, options.graphs, progress=progress)

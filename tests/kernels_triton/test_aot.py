@@ -72,6 +72,23 @@ def test_the_guard_counts_what_compiles_after_ready(tmp_path):
     assert "rms_norm_kernel was compiled" in done.stderr
 
 
+def test_warm_up_reaches_every_kernel_of_a_plan(tmp_path):
+    """Steps of any size need no kernel that the ladder's did not; a ladder of its ends would have missed some."""
+    done = outside("tests.kernels_triton.outside", "reachable", str(tmp_path / "models"), cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, (count, missing, missing_without) in json.loads(done.stdout).items():
+        assert count > 20 and missing == [], name
+        assert "router_logits_kernel" in missing_without, name
+
+
+def test_experts_whose_tokens_travel_warm_up_every_tile(tmp_path):
+    """A warm-up's own tokens may all go to other ranks."""
+    done = outside("tests.kernels_triton.outside", "dispatched", str(tmp_path), cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for runs, num_warm, num_needed, missing in json.loads(done.stdout):
+        assert runs == 10 and missing == 0 and num_warm == num_needed >= 7
+
+
 def test_the_guard_is_silent_until_something_compiles():
     guard.reset()
     guard.ready()
