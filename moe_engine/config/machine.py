@@ -21,9 +21,8 @@ class Machine:
     """Memory of the device that holds weights and KV, in bytes; `source` says where the figures come from.
 
     `available_bytes` is what nobody uses now. On a CPU both count a container's limit. `unlinked`: which of the GPUs
-    cannot reach each other's memory; None where all can.
-    `available_bytes` is what nobody uses now. On a CPU both count a container's limit. `capability` of a GPU is
-    (major, minor); None where it is not known.
+    cannot reach each other's memory; None where all can. `capability` of a GPU is (major, minor); None where it is not
+    known.
     """
 
     device: str
