@@ -10,6 +10,7 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
+from moe_engine.kernels.triton.availability import why_not_latent as triton_why_not_latent
 from moe_engine.kernels.vendors import availability as vendors
 
 WhyNot = Callable[[Device, Need], str | None]
@@ -34,6 +35,10 @@ def _triton(device: Device, need: Need) -> str | None:
 
 def _triton_with_cache(device: Device, need: Need) -> str | None:
     return _triton(device, need) or triton_why_not_cache(device, need.kv_dtype)
+
+
+def _triton_latent(device: Device, need: Need) -> str | None:
+    return _triton_with_cache(device, need) or triton_why_not_latent(device)
 
 
 def _triton_float32(device: Device, need: Need) -> str | None:
@@ -64,9 +69,7 @@ SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:Trito
 
 _ATTENTION = "moe_engine.kernels.attention"
 _FIXED = ("deterministic",)
-MLA.append(
-    Row("triton", f"{_ATTENTION}.triton_attention:TritonMLA", 20, _triton_with_cache, _FIXED, workspaces.triton)
-)
+MLA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonMLA", 20, _triton_latent, _FIXED, workspaces.triton))
 GQA.append(
     Row("triton", f"{_ATTENTION}.triton_attention:TritonGQA", 20, _triton_with_cache, _FIXED, workspaces.triton)
 )
@@ -76,9 +79,12 @@ LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLine
 EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts", 40, vendors.deep_gemm))
 MLA += [
     Row("flashmla", f"{_ATTENTION}.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla),
-    Row("flashinfer", f"{_ATTENTION}.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla, workspace=workspaces.flashinfer),
+    Row(
+        "flashinfer", f"{_ATTENTION}.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
+        workspace=workspaces.flashinfer,
+    ),
     Row("fa3", f"{_ATTENTION}.fa3:FA3MLA", 35, vendors.fa3_mla, workspace=workspaces.fa3),
-]
+]  # fmt: skip
 GQA += [
     Row(
         "flashinfer", f"{_ATTENTION}.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,
