@@ -285,10 +285,7 @@ def _prepare(
             draft_backends=kernels_for(options, options.draft_config, regions) if options.draft_config else None,
         )
         draft_bytes = add_speculation(runner, speculation, draft_options)
-    warm_up(runner)
-    if stream.asynchronous:
-        warm_sizes(runner, options.shapes.tokens)
-    compile_kernels(backends, options.shapes)
+    _warm(runner, backends, options)
     finish_regions(runner, regions)
     num_graphs = record_steps(runner, options.graphs, progress=progress)
     experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
@@ -305,6 +302,14 @@ def _prepare(
     )
     guard.ready()
     return runner, info, experts
+
+
+def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:
+    """So that nothing compiles, loads or starts later; on many ranks collective."""
+    warm_up(runner)
+    if runner.stream.asynchronous:  # the kernels of a CPU do not compile by size
+        warm_sizes(runner, options.shapes.tokens)
+    compile_kernels(backends, options.shapes)
 
 
 def _collect(pending: PendingResult, future: Future[StepResult], parallel: ParallelContext) -> None:
