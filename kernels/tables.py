@@ -70,9 +70,7 @@ SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:Trito
 _ATTENTION = "moe_engine.kernels.attention"
 _FIXED = ("deterministic",)
 MLA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonMLA", 20, _triton_latent, _FIXED, workspaces.triton))
-GQA.append(
-    Row("triton", f"{_ATTENTION}.triton_attention:TritonGQA", 20, _triton_with_cache, _FIXED, workspaces.triton)
-)
+GQA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonGQA", 20, _triton_with_cache, _FIXED, workspaces.triton))
 
 # Libraries that may be installed beside the project; where they run they are preferred, having been tuned for it.
 LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm))
