@@ -28,10 +28,10 @@ H200 = (4.8e12, 989e12, 1979e12)
 
 def cases_of(model_path: str | None, tokens: Sequence[int] | None, only: str) -> list[KernelCase]:
     """The named shapes, or those of a model on one GPU."""
-    from benchmarks import kernel_cases
+    from benchmarks import attention_cases, kernel_cases
 
     if model_path is None:
-        cases = kernel_cases.all_cases()
+        cases = [*kernel_cases.all_cases(), *attention_cases.attention_cases()]
     else:
         from benchmarks.model_shapes import model_cases
         from moe_engine.models.config import load_model_config

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.attention_cases import attention_case
 from benchmarks.kernel_cases import KernelCase, experts_case, linear_case, op_case
+from moe_engine.kernels.attention.shapes import AttentionShape, GroupedModel, LatentModel
 from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
 from moe_engine.kernels.linear.shapes import ModelProducts
 from moe_engine.kernels.ops.shapes import ModelOps
 from moe_engine.models.config import GQAConfig, ModelConfig
 
+DECODE_CONTEXT, MOST_DECODES, LEAST_PROMPT = 4096, 256, 512
 SAMPLED_ROWS = 256
 """A step samples a row a request: no more than this many are timed."""
 
@@ -60,9 +63,29 @@ def small_operations(config: ModelConfig) -> ModelOps:
     )  # fmt: skip
 
 
+def attention_shapes(config: ModelConfig, count: int) -> Iterator[AttentionShape]:
+    """`count` requests that decode behind `DECODE_CONTEXT` tokens, and, if it has as many as that, one prompt."""
+    attention, name = config.attention, name_of(config)
+    if isinstance(attention, GQAConfig):
+        grouped = GroupedModel(name, attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        yield grouped.paged(min(count, MOST_DECODES), 1, DECODE_CONTEXT)
+        if count >= LEAST_PROMPT:
+            yield grouped.paged(1, count, count)
+        return
+    latent = LatentModel(
+        name, attention.num_heads, attention.kv_lora_rank, attention.qk_rope_head_dim, attention.qk_nope_head_dim,
+        attention.v_head_dim,
+    )  # fmt: skip
+    yield latent.absorbed(min(count, MOST_DECODES), 1, DECODE_CONTEXT)
+    if count >= LEAST_PROMPT:
+        yield latent.expanded(1, count, count)
+
+
 def model_cases(config: ModelConfig, tokens: Sequence[int]) -> Iterator[KernelCase]:
     """Cases of every family for steps of so many tokens."""
     linear, ops = products(config), small_operations(config)
+    shapes = dict.fromkeys(shape for count in tokens for shape in attention_shapes(config, count))
+    yield from map(attention_case, shapes)
     for count in tokens:
         yield from map(op_case, (s for s in ops.at(count) if s.operation != "sample" or count <= SAMPLED_ROWS))
         yield from map(linear_case, linear.at(count))

@@ -20,17 +20,36 @@ class Device:
 
 
 @dataclass(frozen=True)
+class HeadWidths:
+    """The attention of a model on one rank: query heads, heads in the cache, and channels of a key (with its rotary
+    ones), a value, the latent and its rotary part; the last two are 0 without a latent (GQA)."""
+
+    heads: int
+    groups: int
+    key: int
+    value: int
+    latent: int = 0
+    rotary: int = 0
+
+    @property
+    def result(self) -> int:
+        """Channels of a head's result over the cache."""
+        return self.latent or self.value
+
+
+@dataclass(frozen=True)
 class Need:
     """What the model and the launch ask of a backend: the activation dtype's name and the kinds of work.
 
-    `deterministic`: a token's bits must not depend on what else is in the batch.
+    `widths` None: not known yet; no backend is refused for them. `deterministic`: a token's bits must not depend on
+    what else is in the batch.
     """
 
     dtype: str
     kv_dtype: str = "auto"
     attention: str = "mla"
     page_size: int = 1
-    dims: tuple[tuple[str, int], ...] = ()
+    widths: HeadWidths | None = None
     deterministic: bool = False
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from moe_engine.kernels.attention.workspaces import Workspace
 from moe_engine.kernels.device import Device, Need
 
 
@@ -18,7 +19,8 @@ from moe_engine.kernels.device import Device, Need
 class Row:
     """One backend of a family. `why_not` returns the reason for a refusal, or None; it must not import the backend.
 
-    `takes` names the fields of `Need` that its constructor takes, by keyword.
+    `takes` names the fields of `Need` that its constructor takes, by keyword. `workspace`: bytes of scratch memory that
+    an attention backend takes on an accelerator; None: nothing of note.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Row:
     preference: int
     why_not: Callable[[Device, Need], str | None]
     takes: tuple[str, ...] = ()
+    workspace: Workspace | None = None
 
 
 @dataclass(frozen=True)

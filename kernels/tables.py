@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moe_engine.kernels.attention import workspaces
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
+from moe_engine.kernels.triton.availability import why_not_latent as triton_why_not_latent
 from moe_engine.kernels.vendors import availability as vendors
 
 WhyNot = Callable[[Device, Need], str | None]
@@ -33,6 +35,10 @@ def _triton(device: Device, need: Need) -> str | None:
 
 def _triton_with_cache(device: Device, need: Need) -> str | None:
     return _triton(device, need) or triton_why_not_cache(device, need.kv_dtype)
+
+
+def _triton_latent(device: Device, need: Need) -> str | None:
+    return _triton_with_cache(device, need) or triton_why_not_latent(device)
 
 
 def _triton_float32(device: Device, need: Need) -> str | None:
@@ -61,22 +67,29 @@ LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinea
 EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonExperts", 20, _triton))
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
-_TRITON_ATTENTION = "moe_engine.kernels.attention.triton_attention"
-MLA.append(Row("triton", f"{_TRITON_ATTENTION}:TritonMLA", 20, _triton_with_cache, ("deterministic",)))
-GQA.append(Row("triton", f"{_TRITON_ATTENTION}:TritonGQA", 20, _triton_with_cache, ("deterministic",)))
+_ATTENTION = "moe_engine.kernels.attention"
+_FIXED = ("deterministic",)
+MLA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonMLA", 20, _triton_latent, _FIXED, workspaces.triton))
+GQA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonGQA", 20, _triton_with_cache, _FIXED, workspaces.triton))
 
 # Libraries that may be installed beside the project; where they run they are preferred, having been tuned for it.
 LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm))
 EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts", 40, vendors.deep_gemm))
 MLA += [
-    Row("flashmla", "moe_engine.kernels.attention.flashmla:FlashMLA", 45, vendors.flash_mla),
-    Row("flashinfer", "moe_engine.kernels.attention.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer),
-    Row("fa3", "moe_engine.kernels.attention.fa3:FA3MLA", 35, vendors.fa3),
-]
+    Row("flashmla", f"{_ATTENTION}.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla),
+    Row(
+        "flashinfer", f"{_ATTENTION}.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
+        workspace=workspaces.flashinfer,
+    ),
+    Row("fa3", f"{_ATTENTION}.fa3:FA3MLA", 35, vendors.fa3_mla, workspace=workspaces.fa3),
+]  # fmt: skip
 GQA += [
-    Row("flashinfer", "moe_engine.kernels.attention.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer),
-    Row("fa3", "moe_engine.kernels.attention.fa3:FA3GQA", 35, vendors.fa3),
-]
+    Row(
+        "flashinfer", f"{_ATTENTION}.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,
+        workspace=workspaces.flashinfer_gqa,
+    ),
+    Row("fa3", f"{_ATTENTION}.fa3:FA3GQA", 35, vendors.fa3_gqa, workspace=workspaces.fa3),
+]  # fmt: skip
 SAMPLING.append(
     Row("flashinfer", "moe_engine.kernels.sampling.flashinfer:FlashInferSampling", 15, vendors.flashinfer_sampling)
 )

@@ -1,6 +1,6 @@
-"""Cases beside the named shapes: attention over a paged cache, experts in the padded layout, quantisation, permutation.
+"""Cases beside the named shapes: small attention, experts in the padded layout, quantisation, permutation.
 
-Legend: R requests, H heads, S context tokens, C kv_lora_rank, P rotary width, E experts, M rows of an expert.
+Sizes are those of the models in the families' `shapes.py`. Legend: E experts, M rows of an expert.
 """
 
 from __future__ import annotations
@@ -9,75 +9,30 @@ from typing import Any
 
 import torch
 
+from benchmarks.attention_cases import attention_case, attention_cases
 from benchmarks.kernel_cases import Call, KernelCase, load_experts, normal
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention import shapes as attention
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertModel
 
-LATENT, ROTARY = 512, 64
-PAGE = 64
-V3_HIDDEN, V3_WIDTH = 7168, 2048
 EXPERTS = 16  # of a rank
 
 
-def queries(requests: int, context: int, device: str, page_size: int = PAGE) -> PagedQueries:
-    """One query token a request; the pages of the contexts lie scattered over the pool."""
-    pages = -(-context // page_size)
-    order = torch.randperm(requests * pages, device=device).view(requests, pages)
-    slots = order[..., None] * page_size + torch.arange(page_size, device=device)
-    lengths = torch.full((requests,), context, dtype=torch.int32, device=device)
-    rows = torch.arange(requests, dtype=torch.int32, device=device)
-    starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
-    table = slots.reshape(requests, -1).int()
-    return PagedQueries([1] * requests, [context] * requests, rows, starts, lengths, table, page_size)
-
-
-def mla_decode(heads: int, requests: int, context: int) -> KernelCase:
-    """Absorbed MLA of one token a request; the plan is made before, as once a step."""
-    width = LATENT + ROTARY
-
-    def prepare(kernel: Any, device: str) -> Call:
-        asked = queries(requests, context, device)
-        pool = -(-context // PAGE) * PAGE * requests
-        cache, q = normal(pool, width, device=device), normal(requests, heads, width, device=device)
-        plan = kernel.plan(AttentionBatch(asked, None))
-        return lambda: kernel.absorbed(q, cache, asked, width**-0.5, plan, LATENT)
-
-    moved = 2 * requests * (context * width + heads * (width + LATENT))
-    flops = 2 * requests * heads * context * (width + LATENT)
-    return KernelCase("mla", f"mla.decode.h{heads}.b{requests}.s{context}", moved, flops, False, prepare)
-
-
-def gqa_decode(heads: int, groups: int, width: int, requests: int, context: int) -> KernelCase:
-    """Paged grouped-query attention of one token a request."""
-
-    def prepare(kernel: Any, device: str) -> Call:
-        asked = queries(requests, context, device)
-        pool = -(-context // PAGE) * PAGE * requests
-        keys, values = (normal(pool, groups, width, device=device) for _ in range(2))
-        q = normal(requests, heads, width, device=device)
-        plan = kernel.plan(AttentionBatch(asked, None))
-        return lambda: kernel.paged(q, keys, values, asked, width**-0.5, plan)
-
-    moved = 2 * requests * (2 * context * groups * width + 2 * heads * width)
-    flops = 4 * requests * heads * context * width
-    name = f"gqa.decode.h{heads}g{groups}x{width}.b{requests}.s{context}"
-    return KernelCase("gqa", name, moved, flops, False, prepare)
-
-
-def padded_experts(rows: int) -> KernelCase:
+def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = EXPERTS) -> KernelCase:
     """The experts of one rank with `rows` tokens each, in the padded layout; only valid rows are compared."""
 
     def prepare(kernel: Any, device: str) -> Call:
-        weights = load_experts(kernel, EXPERTS, V3_HIDDEN, V3_WIDTH, True, device)
-        x = normal(EXPERTS, rows, V3_HIDDEN, device=device)
-        counts = torch.full((EXPERTS,), rows, dtype=torch.int32, device=device)
+        weights = load_experts(kernel, experts, model.hidden, model.width, model.fp8, device)
+        x = normal(experts, rows, model.hidden, device=device)
+        counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
         batch = ExpertBatch("padded", x, counts=counts)
         return lambda: kernel.run(batch, weights)
 
-    numbers = 3 * V3_HIDDEN * V3_WIDTH
-    moved = EXPERTS * (numbers + 4 * numbers // 128**2 + 4 * rows * V3_HIDDEN)
-    flops = 2 * EXPERTS * rows * numbers
-    return KernelCase("experts", f"experts.padded.m{rows}", moved, flops, True, prepare)
+    numbers = 3 * model.hidden * model.width
+    stored = numbers + 4 * numbers // 128**2 if model.fp8 else 2 * numbers
+    moved = experts * (stored + 4 * rows * model.hidden)
+    flops = 2 * experts * rows * numbers
+    return KernelCase("experts", f"experts.padded.m{rows}", moved, flops, model.fp8, prepare)
 
 
 def quantize(tokens: int, width: int) -> KernelCase:
@@ -91,29 +46,38 @@ def quantize(tokens: int, width: int) -> KernelCase:
     return KernelCase("quantization", f"quantize.{width}.t{tokens}", moved, 0, False, prepare)
 
 
-def permute(tokens: int, hidden: int, experts: int, top_k: int) -> KernelCase:
+def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
     """Rows gathered in the order of their experts, the order being known."""
 
     def prepare(kernel: Any, device: str) -> Call:
-        x = normal(tokens, hidden, device=device)
-        ids = torch.rand(tokens, experts, device=device).topk(top_k).indices.int()
-        order = kernel.sort_by_expert(ids, experts)
+        x = normal(tokens, model.hidden, device=device)
+        ids = torch.rand(tokens, model.num_experts, device=device).topk(model.top_k).indices.int()
+        order = kernel.sort_by_expert(ids, model.num_experts)
         return lambda: kernel.permute(x, order)
 
-    moved = 2 * tokens * hidden * (1 + top_k)
-    return KernelCase("permutation", f"permute.{hidden}x{top_k}.t{tokens}", moved, 0, False, prepare)
+    moved = 2 * tokens * model.hidden * (1 + model.top_k)
+    return KernelCase("permutation", f"permute.{model.hidden}x{model.top_k}.t{tokens}", moved, 0, False, prepare)
 
 
 def parity_cases() -> list[KernelCase]:
-    """Small ones: correctness needs no size."""
-    attention = [mla_decode(heads, 5, 300) for heads in (16, 128)] + [gqa_decode(32, 8, 128, 5, 300)]
-    return [*attention, padded_experts(8)]
+    """Small ones: correctness needs no size. Decodes, verifications, chunks and prompts of every kind of attention."""
+    latent = (attention.DEEPSEEK_V3, attention.DEEPSEEK_V3_FP8, attention.DEEPSEEK_V2_LITE)
+    grouped = (attention.LLAMA_3_8B, attention.QWEN3_30B_A3B)
+    shapes = [model.absorbed(5, count, 300) for model in latent for count in (1, 4)]
+    shapes += [model.expanded(2, 70, context) for model in (latent[0], latent[2]) for context in (70, 300)]
+    shapes += [model.paged(5, count, 300) for model in grouped for count in (1, 4, 130)]
+    return [*map(attention_case, shapes), padded_experts(8), quantize(130, DEEPSEEK_V3.hidden)]
 
 
 def timed_cases() -> list[KernelCase]:
     """The points that have targets, and their neighbours."""
-    cases = [mla_decode(16, 128, context) for context in (2048, 4096, 8192)]
-    cases += [mla_decode(128, 128, context) for context in (2048, 4096)]
-    cases += [mla_decode(16, 1, 4096), gqa_decode(32, 8, 128, 128, 4096)]
-    cases += [padded_experts(rows) for rows in (8, 32, 64, 128)]
-    return [*cases, quantize(4096, 7168), permute(4096, 7168, 256, 8)]
+    experts = [padded_experts(rows) for rows in (8, 32, 64, 128)]
+    return [*attention_cases(), *experts, quantize(4096, DEEPSEEK_V3.hidden), permute(4096)]
+
+
+def tiny_cases() -> list[KernelCase]:
+    """Every kind of case in sizes for a CPU."""
+    latent, grouped = attention.LatentModel("tiny", 2, 128, 64, 32, 32), attention.GroupedModel("tiny", 4, 2, 64)
+    model = ExpertModel("tiny", 8, 2, 64, 48, fp8=False)
+    shapes = [latent.absorbed(3, 2, 70), latent.expanded(2, 5, 9), grouped.paged(3, 1, 70), grouped.paged(1, 8, 8)]
+    return [*map(attention_case, shapes), padded_experts(4, model, 4), quantize(5, 256)]

@@ -10,9 +10,11 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.targets import check_engine
 
 V2_LITE: dict[str, Any] = {
@@ -40,11 +42,37 @@ V3_LAYERS: dict[str, Any] = V2_LITE | {
 }  # fmt: skip
 """One dense and four MoE layers of DeepSeek-V3 in block FP8: about 47 GB."""
 
-DECODE_BATCHES = (1, 32, 128, 256)
-CONTEXT = 2048
-DECODE_TOKENS = 24
-OFFLINE_REQUESTS = 512
-OFFLINE_TOKENS = 1024
+TINY: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 8, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "qk_nope_head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+"""What a dry run puts over either config: a model for a CPU."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sizes of the measurements."""
+
+    decode_batches: tuple[int, ...] = (1, 32, 128, 256)
+    layer_batches: tuple[int, ...] = (1, 64, 128)
+    context: int = 2048
+    decode_tokens: int = 24
+    offline_requests: int = 512
+    offline_tokens: int = 1024
+
+
+FULL, SMALL = Load(), Load((1, 4), (1, 2), 32, 4, 6, 16)
+
+
+def load_of(setting: Setting) -> Load:
+    return SMALL if setting.dry else FULL
+
+
+def model_of(config: dict[str, Any], folder: Path, setting: Setting) -> Path:
+    """The model's folder; a dry run's model is tiny."""
+    return write_model(folder / config["model_type"], config | TINY if setting.dry else config)
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -54,14 +82,16 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def decode_points(model: Path, batches: tuple[int, ...], folder: Path, device: str = "cuda") -> list[dict[str, Any]]:
-    """What `benchmarks.one_batch` measures with `CONTEXT` tokens before, one result a batch size."""
+def decode_points(
+    model: Path, batches: tuple[int, ...], folder: Path, load: Load = FULL, device: str = "cuda"
+) -> list[dict[str, Any]]:
+    """What `benchmarks.one_batch` measures with `load.context` tokens before, one result a batch size."""
     results = folder / f"{model.name}.jsonl"
     command = [
         sys.executable, "-m", "benchmarks.one_batch", "--model-path", str(model), "--load-format", "dummy",
-        "--skip-tokenizer-init", "--device", device, "--context-length", str(2 * CONTEXT),
+        "--skip-tokenizer-init", "--device", device, "--context-length", str(2 * load.context),
         "--max-running-requests", str(max(batches)), "--batch-size", *map(str, batches),
-        "--input-len", str(CONTEXT), "--output-len", str(DECODE_TOKENS), "--result-filename", str(results),
+        "--input-len", str(load.context), "--output-len", str(load.decode_tokens), "--result-filename", str(results),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -69,12 +99,13 @@ def decode_points(model: Path, batches: tuple[int, ...], folder: Path, device: s
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-def offline(model: Path, requests: int = OFFLINE_REQUESTS, tokens: int = OFFLINE_TOKENS, device: str = "cuda") -> float:
-    """Generated tokens a second of `requests` random prompts handed over at once, `tokens` in and out each."""
+def offline(model: Path, load: Load = FULL, device: str = "cuda") -> float:
+    """Generated tokens a second of random prompts handed over at once, as many tokens in as out."""
     from moe_engine import Engine
 
-    draw = random.Random(0)
-    prompts = [[draw.randrange(1000, 100000) for _ in range(tokens)] for _ in range(requests)]
+    draw, requests, tokens = random.Random(0), load.offline_requests, load.offline_tokens
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    prompts = [[draw.randrange(2, vocab) for _ in range(tokens)] for _ in range(requests)]
     ask = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     flags: dict[str, Any] = {
         "model_path": str(model),
@@ -92,20 +123,23 @@ def offline(model: Path, requests: int = OFFLINE_REQUESTS, tokens: int = OFFLINE
     return sum(answer["meta_info"]["completion_tokens"] for answer in answers) / seconds
 
 
-def measure_decode(folder: Path) -> dict[str, Any]:
+def measure_decode(folder: Path, setting: Setting) -> dict[str, Any]:
     """DeepSeek-V2-Lite's decode points."""
-    points = decode_points(write_model(folder / "v2_lite", V2_LITE), DECODE_BATCHES, folder)
+    load = load_of(setting)
+    points = decode_points(model_of(V2_LITE, folder, setting), load.decode_batches, folder, load, setting.kind)
     rates = {f"decode.b{p['batch_size']}": p["batch_size"] / p["median_decode_latency"] for p in points}
     return {"points": points, "targets": [t for t in check_engine(rates) if "decode" in t["name"]]}
 
 
-def measure_offline(folder: Path) -> dict[str, Any]:
+def measure_offline(folder: Path, setting: Setting) -> dict[str, Any]:
     """DeepSeek-V2-Lite, 1K in and 1K out."""
-    rate = offline(write_model(folder / "v2_lite", V2_LITE))
+    rate = offline(model_of(V2_LITE, folder, setting), load_of(setting), setting.kind)
     targets = [target for target in check_engine({"offline": rate}) if "offline" in target["name"]]
     return {"output_tokens_per_s": rate, "targets": targets}
 
 
-def measure_fp8_layers(folder: Path) -> dict[str, Any]:
+def measure_fp8_layers(folder: Path, setting: Setting) -> dict[str, Any]:
     """The FP8 layers of DeepSeek-V3: seconds a step; they have no target of their own."""
-    return {"points": decode_points(write_model(folder / "v3_layers", V3_LAYERS), (1, 64, 128), folder)}
+    load = load_of(setting)
+    model = model_of(V3_LAYERS, folder, setting)
+    return {"points": decode_points(model, load.layer_batches, folder, load, setting.kind)}

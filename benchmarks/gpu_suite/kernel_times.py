@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,23 +11,34 @@ import torch
 
 from benchmarks.gpu_suite.clock import Clock, Limits
 from benchmarks.gpu_suite.rows import Rows
+from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.targets import check_all
 from benchmarks.kernel_cases import KernelCase, NotServed
 from benchmarks.report import table
-from moe_engine.kernels.device import probe
 
 
-def measure(cases: Iterable[KernelCase], rows: Sequence[str] | None = None) -> dict[str, Any]:
-    """Limits of this GPU, a line for each case and row, the rows that cannot run, and the targets."""
-    clock = Clock()
+def measure(
+    cases: Iterable[KernelCase], rows: Sequence[str] | None = None, setting: Setting | None = None
+) -> dict[str, Any]:
+    """Limits of this GPU, a line for each case and row, cases for which no time was left, the rows that cannot run, and
+    the targets."""
+    setting = setting or Setting.of(False, math.inf)
+    clock = Clock(device=setting.kind)
     limits = clock.limits()
-    able = Rows(probe("cuda"), rows)
-    lines = [line for case in cases for line in time_case(case, able, clock, limits)]
+    able = Rows(setting.device, rows)
+    lines: list[dict[str, Any]] = []
+    left_out = []
+    for case in cases:
+        if setting.is_over:
+            left_out.append(case.name)
+        else:
+            lines += time_case(case, able, clock, limits, setting.kind)
     targets = check_all(lines, limits.copy_bytes_per_s)
-    return {"limits": asdict(limits), "lines": lines, "refused": able.refused, "targets": targets}
+    found = {"limits": asdict(limits), "lines": lines, "refused": able.refused, "targets": targets}
+    return found | {"left_out": left_out}
 
 
-def time_case(case: KernelCase, rows: Rows, clock: Clock, limits: Limits) -> list[dict[str, Any]]:
+def time_case(case: KernelCase, rows: Rows, clock: Clock, limits: Limits, device: str = "cuda") -> list[dict[str, Any]]:
     """A line for every row of the case's family; one that fails says how and the others go on."""
     peak = limits.fp8_flops_per_s if case.fp8 and limits.fp8_flops_per_s else limits.bf16_flops_per_s
     floor = case.floor_seconds(limits.copy_bytes_per_s, peak)
@@ -35,7 +47,7 @@ def time_case(case: KernelCase, rows: Rows, clock: Clock, limits: Limits) -> lis
         line: dict[str, Any] = {"kernel": case.name, "family": case.family, "row": name, "floor_us": floor * 1e6}
         try:
             torch.manual_seed(0)
-            seconds = clock.seconds(case.prepare(kernel, "cuda"))
+            seconds = clock.seconds(case.prepare(kernel, device))
         except NotServed as why:
             line["not_served"] = str(why)
         except Exception as error:
@@ -45,7 +57,8 @@ def time_case(case: KernelCase, rows: Rows, clock: Clock, limits: Limits) -> lis
                 "us": seconds * 1e6, "of_floor": floor / seconds, "bytes_per_s": case.bytes / seconds,
                 "flops_per_s": case.flops / seconds,
             }  # fmt: skip
-        torch.cuda.empty_cache()
+        if device == "cuda":
+            torch.cuda.empty_cache()
         lines.append(line)
     return lines
 
@@ -59,6 +72,8 @@ def as_text(values: dict[str, Any]) -> str:
     rows = [_cells(line) for line in values["lines"]]
     text = [head, table(("kernel", "row", "us", "floor us", "of floor", "GB/s", "TFLOPS"), rows)]
     text += [f"{name}: {why}" for name, why in values["refused"].items()]
+    if values["left_out"]:
+        text.append(f"no time was left for {len(values['left_out'])} cases, from {values['left_out'][0]} on")
     text += [targets_text(values["targets"])]
     return "\n".join(text)
 

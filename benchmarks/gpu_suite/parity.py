@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,11 +19,15 @@ MOST_BYTES = 2 << 30
 """Larger cases are left to the timings: parity needs no size."""
 
 
-def compare(cases: Iterable[KernelCase], rows: Rows, device: str = "cuda") -> list[dict[str, Any]]:
+def compare(
+    cases: Iterable[KernelCase], rows: Rows, device: str = "cuda", is_over: Callable[[], bool] = lambda: False
+) -> list[dict[str, Any]]:
     """A line for each case that torch serves and each other row: the error, its bound, whether it holds; or what went
-    wrong."""
+    wrong. No case is begun when time is over."""
     lines = []
     for case in cases:
+        if is_over():
+            break
         kernels = rows.kernels[case.family]
         others = {name: kernel for name, kernel in kernels.items() if name != "torch"}
         if not others or "torch" not in kernels or case.bytes > MOST_BYTES:

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_suite.engine_points import CONTEXT, V2_LITE, write_model
+from benchmarks.gpu_suite.engine_points import V2_LITE, load_of, model_of
+from benchmarks.gpu_suite.setting import Setting
 
 CLASSES = (
     ("attention", r"latent_kernel|expanded_kernel|paged_kernel|gather_kernel|merge_|flash|mla|fmha|attention"),
@@ -24,7 +25,6 @@ CLASSES = (
 )
 """The first class whose pattern is found in a kernel's name, in any case, has it."""
 
-BATCH = 128
 STEPS = 8
 
 
@@ -42,40 +42,40 @@ def by_class(kernels: Iterable[tuple[str, float, int]]) -> dict[str, dict[str, f
     return dict(sorted(sums.items(), key=lambda item: -item[1]["us"]))
 
 
-def measure(folder: Path) -> dict[str, Any]:
-    """Decode steps of DeepSeek-V2-Lite's shape with `BATCH` requests; per step."""
+def measure(folder: Path, setting: Setting) -> dict[str, Any]:
+    """Decode steps of DeepSeek-V2-Lite's shape with a large batch; per step. On a CPU the times are the CPU's."""
     from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.step_driver import BatchDriver, create_worker
     from moe_engine.config.args import EngineArgs
     from moe_engine.config.launch_plan import prepare
 
-    model = write_model(folder / "v2_lite", V2_LITE)
+    model, load = model_of(V2_LITE, folder, setting), load_of(setting)
+    batch, context = load.layer_batches[-1], load.context
     config = prepare(
         EngineArgs.from_kwargs(
-            model_path=str(model), load_format="dummy", device="cuda", skip_tokenizer_init=True,
-            context_length=2 * CONTEXT, max_running_requests=BATCH,
+            model_path=str(model), load_format="dummy", device=setting.kind, skip_tokenizer_init=True,
+            context_length=2 * context, max_running_requests=batch,
         )
     )  # fmt: skip
     worker = create_worker(config)
     draw = random.Random(0)
-    prompts = [[draw.randrange(1000, 100000) for _ in range(CONTEXT)] for _ in range(BATCH)]
-    driver = BatchDriver(worker, config, prompts, CONTEXT + STEPS + 8, config.max_prefill_tokens)
+    prompts = [[draw.randrange(2, config.model.vocab_size) for _ in range(context)] for _ in range(batch)]
+    driver = BatchDriver(worker, config, prompts, context + STEPS + 8, config.max_prefill_tokens)
     driver.prefill()
     for _ in range(4):
         driver.decode()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU if setting.dry else ProfilerActivity.CUDA]) as profiler:
         wall = sum(driver.decode() for _ in range(STEPS))
     driver.close()
     worker.close()
-    events = [e for e in profiler.key_averages() if e.self_device_time_total]
-    classes = by_class((e.key, e.self_device_time_total / STEPS, e.count / STEPS) for e in events)
+    of_event = "self_cpu_time_total" if setting.dry else "self_device_time_total"
+    spent = {e.key: (getattr(e, of_event) / STEPS, e.count / STEPS) for e in profiler.key_averages()}
+    events = sorted(((name, *both) for name, both in spent.items() if both[0]), key=lambda event: -event[1])
+    classes = by_class(events)
     busy = sum(entry["us"] for entry in classes.values())
-    longest = [
-        {"kernel": e.key, "us": e.self_device_time_total / STEPS, "class": class_of(e.key)}
-        for e in sorted(events, key=lambda e: -e.self_device_time_total)[:20]
-    ]
+    longest = [{"kernel": name, "us": us, "class": class_of(name)} for name, us, _ in events[:20]]
     return {
-        "batch": BATCH, "context": CONTEXT, "step_us": wall / STEPS * 1e6, "device_us": busy, "classes": classes,
+        "batch": batch, "context": context, "step_us": wall / STEPS * 1e6, "device_us": busy, "classes": classes,
         "longest": longest,
     }  # fmt: skip

@@ -24,8 +24,9 @@ class Target:
 
 
 TARGETS = (
-    Target("MLA decode, 16 heads, 128 x 2K to 8K: share of copy bandwidth", r"^mla\.decode\.h16\.b128\.", "copy", 0.85),
-    Target("MLA decode, 128 heads: TFLOPS", r"^mla\.decode\.h128\.b128\.", "tflops", 550.0),
+    Target("MLA decode, 16 heads, 128 x 2K to 8K: share of copy bandwidth",
+           r"^deepseek-v2-lite\.absorbed\.h16\.r128\.q1\.", "copy", 0.85),
+    Target("MLA decode, 128 heads: TFLOPS", r"^deepseek-v3\.absorbed\.h128\.r128\.q1\.", "tflops", 550.0),
     Target("FP8 product 4096 x 7168 x 16384: against DeepGEMM", r"^deepseek-v3\.o\.m4096$", "deep_gemm", 0.9),
     Target("FP8 product, 64 rows: share of copy bandwidth", r"^deepseek-v3\.(o|q_b|dense_\w+)\.m64$", "copy", 0.85),
     Target("FP8 experts, 8 to 128 rows each: against DeepGEMM", r"^experts\.padded\.m", "deep_gemm", 1.0),

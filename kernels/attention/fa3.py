@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, plan_of, slots_of
+from moe_engine.kernels.attention.workspaces import fa3_splits
+from moe_engine.kernels.vendors.in_place import Room, TableInPlace
+from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of, slots_of
 from moe_engine.kernels.vendors.probe import FA3
 from moe_engine.kernels.vendors.trees import Tree
-
-MAX_QV_ROTARY, MIN_QV_LATENT = 64, 256
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,25 @@ class _Group:
     """The arguments that every layer passes on for a group of queries."""
 
     paged: Paged
+    table: Tensor  # [R, W] int32: page numbers
     tree: Tree | None
 
     @classmethod
-    def of(cls, queries: PagedQueries) -> _Group:
+    def of(cls, queries: PagedQueries, plan: StepPlan) -> _Group:
         tree = None if queries.visible is None else Tree.of(queries)
         paged = Paged.of(queries, before=tree is not None)
-        return cls(paged, tree)
+        return cls(paged, plan.get(queries, TABLE, lambda: paged.table), tree)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, heads: int, value_width: int) -> dict[str, Any]:
+        """Of a layer with so many query heads and values so wide."""
         paged = self.paged
         return {
             "cache_seqlens": paged.kv_lens_device,
-            "page_table": paged.table,
+            "page_table": self.table,
             "cu_seqlens_q": paged.query_starts,
             "max_seqlen_q": max(paged.query_lens),
             "causal": self.tree is None,
+            "num_splits": fa3_splits(paged.num_tokens, heads, value_width),
         }
 
 
@@ -50,6 +54,7 @@ class _Backend:
 
     def __init__(self, module: Any | None = None) -> None:
         self._lib = FA3.load() if module is None else FA3.check(module)
+        self._room = Room()
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         plan = StepPlan(batch)
@@ -58,14 +63,21 @@ class _Backend:
                 self._group(plan, queries)
         return plan
 
+    def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | None:
+        """As `Replayable` says: the library shares out work on the device, in the launch itself."""
+        return None if batch.decode is None else TableInPlace(batch, batch.decode, self._room)
+
     def _group(self, plan: Any, queries: PagedQueries) -> _Group:
-        return plan_of(plan).get(queries, "group", lambda: _Group.of(queries))
+        known = plan_of(plan)
+        return known.get(queries, "group", lambda: _Group.of(queries, known))
+
+    def _run(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Any:
+        arguments = group.arguments(q.shape[1], values.shape[-1])
+        return self._lib.flash_attn_with_kvcache(q, keys, values, **arguments, **options)
 
     def _with_lse(self, group: _Group, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """out [T, H, *] and its log-sum-exp [T, H] (natural)."""
-        out, lse, *_ = self._lib.flash_attn_with_kvcache(
-            *tensors, return_softmax_lse=True, **group.arguments(), **options
-        )
+        out, lse, *_ = self._run(group, *tensors, return_softmax_lse=True, **options)
         return out, lse.transpose(0, 1)  # the library's is [H, T]
 
 
@@ -78,16 +90,15 @@ class FA3MLA(_Backend):
         """As the protocol says; C at least 256 and P at most 64."""
         latent = q.shape[2] - 64 if value_width is None else value_width
         rotary = q.shape[2] - latent
-        if latent < MIN_QV_LATENT or rotary > MAX_QV_ROTARY:
-            raise ValueError(f"FlashAttention 3 has no kernels for a latent of {latent} and {rotary} rotary channels")
+        _refuse(limits.fa3_absorbed(latent, rotary))
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], latent)
         group = self._group(plan, queries)
         pages = as_pages(cache, queries.page_size).unsqueeze(2)  # [pages, page_size, 1, C+P]
         parts = q[..., latent:], pages[..., latent:], pages[..., :latent]
-        options = {"qv": q[..., :latent], "softmax_scale": scale}
+        options: dict[str, Any] = {"qv": q[..., :latent], "softmax_scale": scale}
         if group.tree is None:
-            return self._lib.flash_attn_with_kvcache(*parts, **group.arguments(), **options)
+            return self._run(group, *parts, **options)
         out, lse = self._with_lse(group, *parts, **options)
         keys = cache.unsqueeze(1)
         return group.tree.merge(out, lse, *group.tree.attend(q, keys, keys[..., :latent], scale))
@@ -101,6 +112,7 @@ class FA3MLA(_Backend):
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
         heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
+        _refuse(limits.fa3_expanded(q.shape[2], kv.shape[2] - nope))
         if not q.shape[0]:
             return q.new_empty(0, heads, kv.shape[2] - nope)
         starts = plan_of(plan).get(queries, "context_starts", lambda: _context_starts(queries))
@@ -119,14 +131,20 @@ class FA3GQA(_Backend):
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
+        _refuse(limits.fa3_paged(q.shape[2]))
         if not q.shape[0]:
             return q.new_empty(q.shape)
         group = self._group(plan, queries)
         pages = as_pages(k_cache, queries.page_size), as_pages(v_cache, queries.page_size)
         if group.tree is None:
-            return self._lib.flash_attn_with_kvcache(q, *pages, softmax_scale=scale, **group.arguments())
+            return self._run(group, q, *pages, softmax_scale=scale)
         out, lse = self._with_lse(group, q, *pages, softmax_scale=scale)
         return group.tree.merge(out, lse, *group.tree.attend(q, k_cache, v_cache, scale))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise ValueError(reason)
 
 
 def _context_starts(queries: PagedQueries) -> Tensor:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.vendors.flashinfer import Planned, Wrappers, workspace
-from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, plan_of, prefix_sums
+from moe_engine.kernels.attention.workspaces import flashinfer_gqa_bytes
+from moe_engine.kernels.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
+from moe_engine.kernels.vendors.in_place import Room
+from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums
 from moe_engine.kernels.vendors.probe import FLASHINFER
 from moe_engine.kernels.vendors.trees import Tree
-
-HEAD_WIDTHS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class FlashInferGQA:
         self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
         self._wrappers: Wrappers | None = None
         self._form: _Form | None = None
+        self._room = Room()
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         """The first step plans at its first layer, later ones here, with the numbers seen last."""
@@ -58,12 +60,28 @@ class FlashInferGQA:
                 self._planned(plan, queries, self._form)
         return plan
 
+    def plan_in_place(self, batch: AttentionBatch) -> WrapperInPlace | None:
+        """As `Replayable` says; for layers like the last that ran."""
+        queries, form = batch.decode, self._form
+        if queries is None or form is None:
+            return None
+        lists = Lists.of(queries, self._room)
+        rows = max(queries.query_lens) * form.heads // form.kv_heads
+        size = flashinfer_gqa_bytes(queries.num_requests, rows, form.heads, form.kv_heads, form.width)
+        wrapper = self._lib.BatchPrefillWithPagedKVCacheWrapper(
+            workspace(queries.rows.device, size), "NHD", use_cuda_graph=True, qo_indptr_buf=lists.query_starts,
+            paged_kv_indptr_buf=lists.page_starts, paged_kv_indices_buf=lists.pages,
+            paged_kv_last_page_len_buf=lists.lens,
+        )  # fmt: skip
+        return WrapperInPlace(batch, queries, form, wrapper, lambda: _arguments(Paged.of(queries), form))
+
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:
         tokens, heads, width = q.shape
-        if width not in HEAD_WIDTHS:
-            raise ValueError(f"FlashInfer has no kernels for heads of {width}; it has {HEAD_WIDTHS}")
+        reason = limits.flashinfer_paged(width)
+        if reason:
+            raise ValueError(reason)
         if not tokens:
             return q.new_empty(q.shape)
         form = _Form(heads, k_cache.shape[1], width, scale, q.dtype, k_cache.dtype)
@@ -87,10 +105,24 @@ class FlashInferGQA:
             buffer = workspace(queries.rows.device)
             make = self._lib.BatchPrefillWithPagedKVCacheWrapper
             self._wrappers = Wrappers(lambda: make(buffer, "NHD"))
-        last = [kv - (count - 1) * paged.page_size for kv, count in zip(paged.kv_lens, paged.num_pages)]
-        return self._wrappers.plan(
-            prefix_sums(paged.query_lens), prefix_sums(paged.num_pages), paged.flat,
-            torch.tensor(last, dtype=torch.int32), form.heads, form.kv_heads, form.width, paged.page_size,
-            causal=tree is None, sm_scale=form.scale, q_data_type=form.q_dtype, kv_data_type=form.kv_dtype,
-            detail=tree,
-        )  # fmt: skip
+        return self._wrappers.plan(**_arguments(paged, form, causal=tree is None), detail=tree)
+
+
+def _arguments(paged: Paged, form: _Form, causal: bool = True) -> dict[str, Any]:
+    """Of the wrapper's `plan`."""
+    device = paged.rows.device
+    last = [kv - (count - 1) * paged.page_size for kv, count in zip(paged.kv_lens, paged.num_pages)]
+    return {
+        "qo_indptr": prefix_sums(paged.query_lens, device),
+        "paged_kv_indptr": prefix_sums(paged.num_pages, device),
+        "paged_kv_indices": paged.flat,
+        "paged_kv_last_page_len": host_ints(last, device),
+        "num_qo_heads": form.heads,
+        "num_kv_heads": form.kv_heads,
+        "head_dim_qk": form.width,
+        "page_size": paged.page_size,
+        "causal": causal,
+        "sm_scale": form.scale,
+        "q_data_type": form.q_dtype,
+        "kv_data_type": form.kv_dtype,
+    }

@@ -14,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.vendors.flashinfer import Planned, Wrappers, workspace
-from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, plan_of, prefix_sums, slots_of
+from moe_engine.kernels.device import probe
+from moe_engine.kernels.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
+from moe_engine.kernels.vendors.in_place import Room
+from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums, slots_of
 from moe_engine.kernels.vendors.probe import FLASHINFER
 from moe_engine.kernels.vendors.trees import Tree
 
-EXPANDED_WIDTHS = ((192, 128), (128, 128), (64, 64), (256, 256))
-"""(N+P, V) that the ragged kernels are generated for."""
+HOPPER = 9
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class FlashInferMLA:
 
     Args:
         module: the library; default: the installed one.
+        major: compute capability of the GPU; default: of the one here.
 
     Raises:
         ImportError: it is not here or lacks what is called.
@@ -57,8 +60,10 @@ class FlashInferMLA:
 
     name = "flashinfer"
 
-    def __init__(self, module: Any | None = None) -> None:
+    def __init__(self, module: Any | None = None, major: int | None = None) -> None:
         self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
+        self._major = major
+        self._room = Room()
         self._wrappers: dict[Any, Wrappers] = {}
         self._absorbed: _Absorbed | None = None
         self._expanded: _Expanded | None = None
@@ -71,14 +76,30 @@ class FlashInferMLA:
             self._plan_expanded(plan, batch.prefill, self._expanded)
         return plan
 
+    def plan_in_place(self, batch: AttentionBatch) -> WrapperInPlace | None:
+        """As `Replayable` says; for layers like the last that ran."""
+        queries, form = batch.decode, self._absorbed
+        if queries is None or form is None:
+            return None
+        lists = Lists.of(queries, self._room)
+        major = self._major or (probe("cuda").capability or (0, 0))[0]
+        wrapper = self._lib.mla.BatchMLAPagedAttentionWrapper(
+            workspace(queries.rows.device), use_cuda_graph=True, qo_indptr=lists.query_starts,
+            kv_indptr=lists.page_starts, kv_indices=lists.pages, kv_len_arr=lists.lens,
+            # elsewhere the library's choice may be kernels whose plans cannot be renewed
+            backend="auto" if major == HOPPER else "fa2",
+        )  # fmt: skip
+        return WrapperInPlace(batch, queries, form, wrapper, lambda: self._arguments(Paged.of(queries), form))
+
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
         """As the protocol says; C must be a multiple of 128 and P one of 64."""
         tokens, heads, width = q.shape
         latent = width - 64 if value_width is None else value_width
-        if latent % 128 or (width - latent) % 64:
-            raise ValueError(f"FlashInfer's MLA needs latents of 128 n and rotary widths of 64 n, not {latent}+...")
+        reason = limits.flashinfer_absorbed(latent, width - latent)
+        if reason:
+            raise ValueError(reason)
         if not tokens:
             return q.new_empty(0, heads, latent)
         # 64 or 128 query rows are a tile: heads that do not divide it are refused where a tile ends inside a token
@@ -111,8 +132,9 @@ class FlashInferMLA:
         queries.refuse_tree("expanded")
         heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
         form = _Expanded(heads, q.shape[2], kv.shape[2] - nope, scale, q.dtype)
-        if (form.key_width, form.value_width) not in EXPANDED_WIDTHS:
-            raise ValueError(f"FlashInfer has no kernels for keys of {form.key_width} and values of {form.value_width}")
+        reason = limits.flashinfer_expanded(form.key_width, form.value_width)
+        if reason:
+            raise ValueError(reason)
         if not q.shape[0]:
             return q.new_empty(0, heads, form.value_width)
         self._expanded = form
@@ -127,27 +149,40 @@ class FlashInferMLA:
     def _new_absorbed(self, queries: PagedQueries, form: _Absorbed) -> Planned:
         tree = None if queries.visible is None else Tree.of(queries)
         paged = Paged.of(queries, before=tree is not None)
-        metadata = self._lib.mla.MLAPlanMetadata.csr(
-            prefix_sums(paged.query_lens),
-            prefix_sums(paged.num_pages),
-            paged.flat,
-            torch.tensor(paged.kv_lens, dtype=torch.int32),
-        )
         buffer = workspace(queries.rows.device)
         make = self._lib.mla.BatchMLAPagedAttentionWrapper
         wrappers = self._wrappers.setdefault("absorbed", Wrappers(lambda: make(buffer)))
-        return wrappers.plan(
-            metadata=metadata, num_heads=form.heads, head_dim_ckv=form.latent, head_dim_kpe=form.rotary,
-            page_size=paged.page_size, causal=tree is None, sm_scale=form.scale, q_data_type=form.q_dtype,
-            kv_data_type=form.kv_dtype, lse_mode="none" if tree is None else "basee", detail=tree,
-        )  # fmt: skip
+        return wrappers.plan(**self._arguments(paged, form, tree), detail=tree)
+
+    def _arguments(self, paged: Paged, form: _Absorbed, tree: Tree | None = None) -> dict[str, Any]:
+        """Of the wrapper's `plan`."""
+        device = paged.rows.device
+        metadata = self._lib.mla.MLAPlanMetadata.csr(
+            prefix_sums(paged.query_lens, device),
+            prefix_sums(paged.num_pages, device),
+            paged.flat,
+            host_ints(paged.kv_lens, device),
+        )
+        return {
+            "metadata": metadata,
+            "num_heads": form.heads,
+            "head_dim_ckv": form.latent,
+            "head_dim_kpe": form.rotary,
+            "page_size": paged.page_size,
+            "causal": tree is None,
+            "sm_scale": form.scale,
+            "q_data_type": form.q_dtype,
+            "kv_data_type": form.kv_dtype,
+            "lse_mode": "none" if tree is None else "basee",
+        }
 
     def _plan_expanded(self, plan: StepPlan, queries: PagedQueries, form: _Expanded) -> Planned:
         return plan.get(queries, form, lambda: self._new_expanded(queries, form))
 
     def _new_expanded(self, queries: PagedQueries, form: _Expanded) -> Planned:
-        starts, ends = (prefix_sums(lens) for lens in (queries.query_lens, queries.context_lens))
-        buffer = workspace(queries.rows.device)
+        device = queries.rows.device
+        starts, ends = (prefix_sums(lens, device) for lens in (queries.query_lens, queries.context_lens))
+        buffer = workspace(device)
         make = self._lib.BatchPrefillWithRaggedKVCacheWrapper
         wrappers = self._wrappers.setdefault("expanded", Wrappers(lambda: make(buffer, "NHD")))
         return wrappers.plan(

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.flashmla_records import Chosen
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
 from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries
-from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, plan_of, slots_of
+from moe_engine.kernels.device import HeadWidths, Need, probe
+from moe_engine.kernels.vendors.in_place import Room, TableInPlace
+from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of, slots_of
 from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts
 from moe_engine.kernels.vendors.trees import Tree
 
 PAGE = 64
-LATENT, ROTARY = 512, 64
-RECORD_HEADS = (64, 128)
-"""Query heads that the kernels over records are built for; fewer are padded."""
+LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class _Dense:
     that ends at the context's end leaves right."""
 
     paged: Paged
+    table: Tensor  # [B, W] int32: page numbers
     tree: Tree | None
     schedule: tuple[Any, Any]
     most: int
@@ -40,13 +42,15 @@ class _Dense:
     place: Tensor | None  # [T] int64: within the rectangle
 
     @classmethod
-    def of(cls, queries: PagedQueries, new_schedule: Callable[[Tensor, int], tuple[Any, Any]]) -> _Dense:
+    def of(
+        cls, queries: PagedQueries, plan: StepPlan, new_schedule: Callable[[Tensor, int], tuple[Any, Any]]
+    ) -> _Dense:
         tree = None if queries.visible is None else Tree.of(queries)
         paged = Paged.of(queries, PAGE, before=tree is not None)
-        most = max(paged.query_lens)
+        table, most = plan.get(queries, TABLE, lambda: paged.table), max(paged.query_lens)
         schedule = new_schedule(paged.kv_lens_device, most)
         if min(paged.query_lens) == most:
-            return cls(paged, tree, schedule, most, None, None, None)
+            return cls(paged, table, tree, schedule, most, None, None, None)
         starts, device = paged.query_starts.long(), paged.rows.device
         counts = starts.diff()
         token = (starts[1:, None] - most + torch.arange(most, device=device)).clamp_min(0)
@@ -54,7 +58,7 @@ class _Dense:
             torch.arange(len(counts), device=device), counts, output_size=paged.num_tokens
         )
         place = torch.arange(paged.num_tokens, device=device) - starts[1:][request] + most
-        return cls(paged, tree, schedule, most, token, request, place)
+        return cls(paged, table, tree, schedule, most, token, request, place)
 
     def rectangle(self, q: Tensor) -> Tensor:
         """q [T, H, W] -> [B, t, H, W]."""
@@ -82,20 +86,32 @@ class FlashMLA:
     def __init__(self, module: Any | None = None, expanded: MLABackend | None = None) -> None:
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
         self._plans_itself = not accepts(self._lib.get_mla_metadata, "cache_seqlens")
-        self._prefill = expanded or _best_other()
+        self._prefill = expanded
+        self._room = Room()
+        self._reads_records: bool | None = None  # None: no layer has run
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         return StepPlan(batch)  # schedules are made by the library at a step's first layer, on the device
+
+    def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | None:
+        """As `Replayable` says; schedules are made where they are recorded. Not for FP8 records, whose lists of tokens
+        would be as long as the longest context for every step."""
+        if batch.decode is None or self._reads_records is not False:
+            return None
+        return TableInPlace(batch, batch.decode, self._room, PAGE)
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
         """As the protocol says, for C = 512 and P = 64; `cache` holds plain numbers or `FP8_GROUPS` records."""
-        if q.shape[2] != LATENT + ROTARY or value_width not in (None, LATENT):
-            raise ValueError(f"FlashMLA has kernels for {LATENT}+{ROTARY} channels, not {q.shape[2]}, {value_width}")
+        latent = q.shape[2] - ROTARY if value_width is None else value_width
+        reason = limits.flashmla_absorbed(latent, q.shape[2] - latent)
+        if reason:
+            raise ValueError(reason)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], LATENT)
         form = form_of(cache, LATENT, ROTARY)
+        self._reads_records = form != PLAIN
         if form == PLAIN:
             return self._dense(q, cache, queries, scale, plan_of(plan))
         if form != FP8_GROUPS or not self._plans_itself:
@@ -114,14 +130,17 @@ class FlashMLA:
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         other = self._prefill
+        if other is None:
+            value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
+            other = self._prefill = _best_other(HeadWidths(q.shape[1], 1, q.shape[2], value, LATENT, ROTARY))
         theirs = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
         return other.expanded(q, kv, k_rope, queries, scale, theirs)
 
     def _dense(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
         heads = q.shape[1]  # a schedule is for one number of heads and one step's lengths
-        group = plan.get(queries, ("dense", heads), lambda: self._new_group(queries, heads))
+        group = plan.get(queries, ("dense", heads), lambda: self._new_group(queries, heads, plan))
         out, lse = self._lib.flash_mla_with_kvcache(
-            group.rectangle(q), as_pages(cache, PAGE).unsqueeze(2), group.paged.table, group.paged.kv_lens_device,
+            group.rectangle(q), as_pages(cache, PAGE).unsqueeze(2), group.table, group.paged.kv_lens_device,
             LATENT, *group.schedule, softmax_scale=scale, causal=group.tree is None,
         )  # fmt: skip
         out = group.tokens(out)
@@ -131,20 +150,21 @@ class FlashMLA:
         own = group.tree.attend(q, keys, keys[..., :LATENT], scale)
         return group.tree.merge(out, group.tokens(lse.transpose(1, 2)), *own)
 
-    def _new_group(self, queries: PagedQueries, heads: int) -> _Dense:
+    def _new_group(self, queries: PagedQueries, heads: int, plan: StepPlan) -> _Dense:
         def schedule(lens: Tensor, most: int) -> tuple[Any, Any]:
             """How requests are shared out among the SMs, and in how many splits; newer libraries find that out."""
             get = self._lib.get_mla_metadata
             return get() if self._plans_itself else get(lens, most * heads, 1)
 
-        return _Dense.of(queries, schedule)
+        return _Dense.of(queries, plan, schedule)
 
     def _over_records(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
         """Sparse attention with every visible token chosen: the library reads records in no other way."""
         tokens, heads, width = q.shape
-        padded = next((count for count in RECORD_HEADS if heads <= count), None)
-        if padded is None:
-            raise ValueError(f"FlashMLA reads FP8 records for at most {RECORD_HEADS[-1]} query heads, not {heads}")
+        reason = limits.flashmla_records(heads)
+        if reason:
+            raise ValueError(reason)
+        padded = next(count for count in limits.FLASHMLA_RECORD_HEADS if heads <= count)
         query = q.new_zeros(tokens, 1, padded, width)
         query[:, 0, :heads] = q
         pages = as_pages(cache, queries.page_size).unsqueeze(2)
@@ -159,10 +179,9 @@ class FlashMLA:
         return out
 
 
-def _best_other() -> MLABackend:
+def _best_other(widths: HeadWidths) -> MLABackend:
     from moe_engine.kernels import tables
-    from moe_engine.kernels.device import Need, probe
     from moe_engine.kernels.registry import select
 
     others = [row for row in tables.MLA if row.name != FlashMLA.name]
-    return select("attention", others, "auto", probe("cuda"), Need("bfloat16", page_size=PAGE)).build()
+    return select("attention", others, "auto", probe("cuda"), Need("bfloat16", page_size=PAGE, widths=widths)).build()

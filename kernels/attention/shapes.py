@@ -18,7 +18,7 @@ class AttentionShape:
 
     form: ``absorbed`` (key and value one row of C + P numbers, shared by all heads), ``expanded`` (keys of N + P, the P
     shared, values of V, for each head) or ``paged`` (keys and values of D for each KV head).
-    key, value: widths of a head's key and value.
+    key, value: widths of a head's key and value; rotary: channels of the key that all heads share, if expanded.
     row_bytes: what one context token takes in the cache, or among the expanded keys and values.
     """
 
@@ -32,6 +32,7 @@ class AttentionShape:
     key: int
     value: int
     row_bytes: int
+    rotary: int = 0
 
     @property
     def name(self) -> str:
@@ -78,8 +79,9 @@ class LatentModel:
         row = ACTIVATION_BYTES * (self.heads * (self.nope + self.value) + self.rotary)
         key = self.nope + self.rotary
         return AttentionShape(
-            self.name, "expanded", requests, query_tokens, context, self.heads, self.heads, key, self.value, row
-        )
+            self.name, "expanded", requests, query_tokens, context, self.heads, self.heads, key, self.value, row,
+            self.rotary,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

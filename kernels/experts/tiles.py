@@ -74,3 +74,11 @@ WIDE = ExpertTiles(
 def tiles_of(element: str) -> ExpertTiles:
     """By Triton's name of the weights' numbers."""
     return {"fp8e4nv": BLOCK_FP8, "fp32": WIDE}.get(element, PLAIN)
+
+
+def row_classes(num_experts: int, most: int, kind: str) -> list[int]:
+    """Rows of all experts together, up to `most`, with which every tile is chosen that they can bring; `kind` as in
+    `tiles_of`."""
+    tiles = tiles_of(kind)
+    limits = {limit for table in (tiles.gate_up, tiles.down) for limit, _ in table.rows if limit is not None}
+    return sorted({num_experts * limit for limit in limits if num_experts * limit < most} | {most}) if most else []

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.tiles import row_classes
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.experts.triton_permute import combine, sort_by_expert
 from moe_engine.kernels.quantization.protocol import FP8, BlockWeight, QuantizedRows, num_blocks
 from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.quantization.triton_rows import quantize_rows
+from moe_engine.kernels.triton.launch import element
+from moe_engine.kernels.vendors.warming import StepShapes
 
 _PADDED_MEAN = 64
 """Rows of an expert that tiles of a padded batch are chosen for, at most: its capacity is a worst case, and the true
@@ -42,14 +45,18 @@ class TritonExpertWeights:
 
 
 class TritonExperts:
-    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts` and `MovableExperts`. Never waits for the device."""
+    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `MovableExperts` and `WarmsUp`. Never waits for the
+    device."""
 
     name = "triton"
+
+    def __init__(self) -> None:
+        self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}  # one layer of each shape
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
         down = torch.empty(num_experts, hidden, width, dtype=dtype, device=device)
-        return _weights(num_experts, hidden, width, TritonExpertWeights(gate_up, down))
+        return self._weights(num_experts, hidden, width, TritonExpertWeights(gate_up, down))
 
     def allocate_blocks(
         self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
@@ -65,7 +72,13 @@ class TritonExperts:
             torch.empty(num_experts, wide, narrow, device=device),
             power_of_two,
         )
-        return _weights(num_experts, hidden, width, data)
+        return self._weights(num_experts, hidden, width, data)
+
+    def _weights(self, num_experts: int, hidden: int, width: int, data: TritonExpertWeights) -> ExpertWeights:
+        num_bytes = sum(part.numel() * part.element_size() for part in data.memory)
+        weights = ExpertWeights(num_experts, hidden, width, data, num_bytes)
+        self._shapes.setdefault((num_experts, hidden, width, data.gate_up.dtype), weights)
+        return weights
 
     def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         data: TritonExpertWeights = weights.data
@@ -115,6 +128,24 @@ class TritonExperts:
         out = self._products(rows, weights, groups, x.dtype, order.source, topk_ids.shape[1])
         return combine(out, order.positions, topk_weights, add)
 
+    def warm_up(self, shapes: StepShapes) -> int:
+        """Batches as a dispatcher brings them; rows of tokens that stay here come by the steps themselves. An empty
+        rank would not launch a kernel in any step of a warm-up."""
+        runs = 0
+        for weights in self._shapes.values() if shapes.dispatched else ():
+            device, experts = weights.data.gate_up.device, weights.num_experts
+            dtype = torch.bfloat16 if weights.data.gate_up_scales is not None else weights.data.gate_up.dtype
+            for count in row_classes(experts, shapes.expert_rows, element(weights.data.gate_up.dtype)):
+                offsets = torch.zeros(experts + 1, dtype=torch.int32, device=device)
+                self.run(ExpertBatch("grouped", _rows(count, weights, dtype), offsets=offsets), weights)
+                runs += 2
+            if shapes.expert_capacity:
+                rows = _rows(experts * shapes.expert_capacity, weights, dtype).unflatten(0, (experts, -1))
+                counts = torch.zeros(experts, dtype=torch.int32, device=device)
+                self.run(ExpertBatch("padded", rows, counts=counts), weights)
+                runs += 2
+        return runs
+
     def _quantized(self, x: Tensor, weights: ExpertWeights, counts: Tensor | None = None) -> Tensor | QuantizedRows:
         """x [M, D] as the weights want it."""
         data: TritonExpertWeights = weights.data
@@ -135,9 +166,8 @@ class TritonExperts:
         return down(inner, data.down, data.down_scales, groups, dtype)
 
 
-def _weights(num_experts: int, hidden: int, width: int, data: TritonExpertWeights) -> ExpertWeights:
-    num_bytes = sum(part.numel() * part.element_size() for part in data.memory)
-    return ExpertWeights(num_experts, hidden, width, data, num_bytes)
+def _rows(count: int, weights: ExpertWeights, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(count, weights.hidden, dtype=dtype, device=weights.data.gate_up.device)
 
 
 def _grouped(offsets: Tensor, weights: ExpertWeights, num_rows: int) -> Groups:

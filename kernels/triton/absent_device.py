@@ -92,6 +92,25 @@ class Compilations:
 
 
 @contextmanager
+def listed(arch: int) -> Iterator[set[tuple[str, str]]]:
+    """Inside, launches for an absent device neither compile nor run: what each would need is added to the set, as
+    (kernel, specialisation). So what a warm-up makes can be held against what all steps ask for, in seconds."""
+    needed: set[tuple[str, str]] = set()
+
+    def note(*, key: Any, fn: Any, **rest: Any) -> bool:
+        needed.add((fn.name, str(key)))
+        return True  # nothing to launch
+
+    before = knobs.runtime.jit_cache_hook
+    with absent_device(arch):
+        knobs.runtime.jit_cache_hook = note
+        try:
+            yield needed
+        finally:
+            knobs.runtime.jit_cache_hook = before
+
+
+@contextmanager
 def absent_device(arch: int, cache: str | Path | None = None) -> Iterator[Compilations]:
     """Inside, launches compile for `arch` into the folder `cache` (Triton's own if None) and do nothing else."""
     before, listener = driver._active, knobs.compilation.listener

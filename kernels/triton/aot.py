@@ -21,8 +21,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe_engine.kernels.triton.availability import version
+
 if hasattr(knobs.language, "default_fp_fusion"):
     knobs.language.default_fp_fusion = True  # the default of Triton up to 3.9, which says that 3.10 will change it
+
+NAMES_CONSTANTS = (3, 7)
+"""The Triton since which launches list constants among the attributes of arguments."""
 
 SHARED_LIMIT = {90: 232448, 100: 232448}
 """Bytes of shared memory that one block may have, by architecture (227 KiB of the SM's 228)."""
@@ -105,7 +110,9 @@ def source_of(case: AotCase) -> ASTSource:
     for parameter in case.kernel.params:  # the dictionaries that a launch makes, for they are part of the cache key
         name, place = parameter.name, (parameter.num,)
         if name in case.constants:
-            signature[name], attrs[place] = "constexpr", []
+            signature[name] = "constexpr"
+            if version() >= NAMES_CONSTANTS:
+                attrs[place] = []
             continue
         signature[name], _, divisor = case.signature[name].partition(":")
         pointer = signature[name].startswith("*")

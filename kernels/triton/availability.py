@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import metadata
 from importlib.util import find_spec
 
 from moe_engine.kernels.attention.kv_format import E4M3
@@ -11,6 +12,8 @@ from moe_engine.kernels.device import Device
 DTYPES = ("bfloat16", "float16", "float32")
 OLDEST = (8, 0)
 OLDEST_WITH_E4M3 = (8, 9)
+BLACKWELL = (10, 0)
+OLDEST_WITH_BLACKWELL_MLA = (3, 9)
 
 
 @lru_cache
@@ -29,6 +32,24 @@ def why_not(device: Device, dtype: str) -> str | None:
         return f"needs compute capability 8.0, this device has {device.capability[0]}.{device.capability[1]}"
     if dtype not in DTYPES:
         return f"has no {dtype} kernels (only {', '.join(DTYPES)})"
+    return None
+
+
+@lru_cache
+def version() -> tuple[int, int]:
+    """Of the installed Triton, (0, 0) where there is none or it does not say."""
+    try:
+        major, minor, *_ = metadata.version("triton").split(".")
+        return int(major), int(minor)
+    except (metadata.PackageNotFoundError, ValueError):
+        return 0, 0
+
+
+def why_not_latent(device: Device) -> str | None:
+    """The reason Triton's MLA cannot serve, or None: before 3.9 the compiler asks for 273 KiB of shared memory for its
+    128-row tile on sm_100, where a block has 227."""
+    if device.capability is not None and device.capability >= BLACKWELL and version() < OLDEST_WITH_BLACKWELL_MLA:
+        return "needs Triton 3.9 for MLA on Blackwell, Triton {}.{} is installed".format(*version())
     return None
 
 

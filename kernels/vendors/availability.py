@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moe_engine.kernels.attention.kv_format import E5M2, is_fp8
+from moe_engine.kernels.attention import limits
+from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.vendors import probe
 
@@ -11,19 +12,28 @@ def deep_gemm(device: Device, need: Need) -> str | None:
     return probe.DEEP_GEMM.why_not(device, need)
 
 
-def flashinfer(device: Device, need: Need) -> str | None:
-    return _promises("FlashInfer", need) or probe.FLASHINFER.why_not(device, need) or _plain_cache("FlashInfer", need)
+def flashinfer_mla(device: Device, need: Need) -> str | None:
+    return _flashinfer(device, need) or _too_wide(limits.flashinfer_mla, need)
 
 
-def fa3(device: Device, need: Need) -> str | None:
-    name = "FlashAttention 3"
-    return _promises(name, need) or probe.FA3.why_not(device, need) or _plain_cache(name, need)
+def flashinfer_gqa(device: Device, need: Need) -> str | None:
+    return _flashinfer(device, need) or _too_wide(limits.flashinfer_gqa, need)
+
+
+def fa3_mla(device: Device, need: Need) -> str | None:
+    return _fa3(device, need) or _too_wide(limits.fa3_mla, need)
+
+
+def fa3_gqa(device: Device, need: Need) -> str | None:
+    return _fa3(device, need) or _too_wide(limits.fa3_gqa, need)
 
 
 def flash_mla(device: Device, need: Need) -> str | None:
     """bf16 and fp16 caches: Hopper, pages of 64 tokens. fp8_e4m3 caches (records of 656 bytes): also Blackwell, any
-    page."""
-    reason = _promises("FlashMLA", need) or probe.FLASH_MLA.why_not(device, need)
+    page, up to 128 query heads."""
+    reason = _promises("FlashMLA", need) or probe.FLASH_MLA.why_not(device, need) or _too_wide(limits.flashmla, need)
+    if reason is None and need.kv_dtype == E4M3 and need.widths is not None:
+        reason = limits.flashmla_records(need.widths.heads)
     if reason is None and need.kv_dtype == E5M2:
         return f"FlashMLA reads FP8 records with scales (fp8_e4m3), not {need.kv_dtype}"
     if reason or _has_fp8_cache(need):
@@ -44,6 +54,19 @@ def _promises(name: str, need: Need) -> str | None:
     if not need.deterministic:
         return None
     return f"{name} does not promise that a token's bits are the same in every batch (--enable-deterministic-inference)"
+
+
+def _flashinfer(device: Device, need: Need) -> str | None:
+    return _promises("FlashInfer", need) or probe.FLASHINFER.why_not(device, need) or _plain_cache("FlashInfer", need)
+
+
+def _fa3(device: Device, need: Need) -> str | None:
+    name = "FlashAttention 3"
+    return _promises(name, need) or probe.FA3.why_not(device, need) or _plain_cache(name, need)
+
+
+def _too_wide(limit: limits.Limit, need: Need) -> str | None:
+    return None if need.widths is None else limit(need.widths)
 
 
 def _has_fp8_cache(need: Need) -> bool:

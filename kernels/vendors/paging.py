@@ -8,17 +8,22 @@ Legend: R requests with query tokens, T their query tokens, W pages of the longe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.schedule import pinned
 
 Made = TypeVar("Made")
+
+TABLE = "table"
+"""The key of a group's page table in a `StepPlan`."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,14 @@ class Paged:
         return table[request, column]
 
 
-def prefix_sums(lens: list[int]) -> Tensor:
-    """[len(lens) + 1] int32 on the host."""
-    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+def prefix_sums(lens: list[int], device: torch.device) -> Tensor:
+    """[len(lens) + 1] int32 on the host, where a copy to the device waits for nothing."""
+    return host_ints(np.cumsum([0, *lens]), device)
+
+
+def host_ints(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """As `prefix_sums`, the values themselves."""
+    return pinned(np.asarray(values, dtype=np.int32), device)
 
 
 class StepPlan:

@@ -15,12 +15,13 @@ class StepShapes:
     """The largest sizes that a step of a launch plan has on one rank; 0: does not occur.
 
     tokens: rows of a dense product. expert_rows: rows of all local experts together (`grouped` batches).
-    expert_capacity: rows of one expert's part of a `padded` batch.
+    expert_capacity: rows of one expert's part of a `padded` batch. dispatched: tokens travel to their experts' ranks.
     """
 
     tokens: int
     expert_rows: int = 0
     expert_capacity: int = 0
+    dispatched: bool = False
 
 
 @runtime_checkable

@@ -6,18 +6,19 @@ So every kernel is launched with the arguments that it will be launched with; on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_engine.compile_kernels.absent_ranks import first_rank, with_exchange
-from moe_engine.compile_kernels.steps import StepSize, StepTensors, step_sizes
+from moe_engine.compile_kernels.steps import StepTensors
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.kernels.attention.kv_format import STORED
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.sampling.protocol import SamplingParameters
+from moe_engine.kernels.step_ladder import StepSize, step_sizes
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.loader import load_model
@@ -37,8 +38,12 @@ def one_layer_of_each(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, num_layers=count, moe_layers=model.moe_layers[:count])
 
 
-def exercise(config: ResolvedConfig, backends: Backends) -> Iterator[StepSize]:
-    """Runs every step size and yields it when done. Tensors lie on the meta device, so results mean nothing."""
+def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSize] | None = None) -> Iterator[StepSize]:
+    """Runs every step size and yields it when done. Tensors lie on the meta device, so results mean nothing.
+
+    Args:
+        sizes: default: those of the ladder.
+    """
     dtype = getattr(torch, config.dtype)
     parallel = _parallel(config, dtype)
     cut = one_layer_of_each(config.model)
@@ -53,7 +58,7 @@ def exercise(config: ResolvedConfig, backends: Backends) -> Iterator[StepSize]:
     speculation = config.speculation
     drafts = speculation.num_nodes(speculation.num_steps) - 1 if speculation is not None else 0
     with torch.no_grad():
-        for size in step_sizes(requests, chunk, config.context_len, drafts):
+        for size in step_sizes(requests, chunk, config.context_len, drafts) if sizes is None else sizes:
             run_step(model, backends, tensors, kv, size, parallel)
             yield size
 

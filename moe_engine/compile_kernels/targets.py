@@ -32,7 +32,8 @@ class Target:
     def machine(self) -> Machine:
         """As `resolve` sees it, with nothing in use yet."""
         cores = usable_cores()
-        return Machine("cuda", self.name, self.memory_bytes, self.memory_bytes, cores, "its data sheet", "asked for")
+        sizes = self.memory_bytes, self.memory_bytes
+        return Machine("cuda", self.name, *sizes, cores, "its data sheet", "asked for", capability=self.capability)
 
 
 TARGETS = {

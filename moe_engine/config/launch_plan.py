@@ -25,6 +25,8 @@ from moe_engine.kernels.registry import Choice
 from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
 from moe_engine.models.config import ModelConfig, load_model_config
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.needs import need_of_model
+from moe_engine.models.widths import local_heads
 from moe_engine.parallel.recording.config import recorder_directory
 
 SEED_BITS = 30
@@ -79,13 +81,15 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         if draft is not None and resolved.draft_model is not None:
             draft_folder = Path(draft.path)
             _check_weights(draft_folder, read_checkpoint(draft_folder), draft.config)
-    if resolved.device != "cpu":
-        return dataclasses.replace(resolved, notes=(*resolved.notes, *_gpu_determinism_remarks(resolved)))
-    if resolved.compiled.max_tokens and cpu_device().compiler is None:
+    on_cpu = resolved.device == "cpu"
+    if on_cpu and resolved.compiled.max_tokens and cpu_device().compiler is None:
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
-    choices = choose_backends(resolved, cpu_device())
+    device = cpu_device() if on_cpu else resolved.machine.kernel_device
+    choices = choose_backends(resolved, device)
     if resolved.draft_model is not None:
-        choose_backends(resolved, cpu_device(), resolved.draft_model)
+        choose_backends(resolved, device, resolved.draft_model)
+    if not on_cpu:
+        return dataclasses.replace(resolved, notes=(*resolved.notes, *_gpu_determinism_remarks(resolved)))
     return dataclasses.replace(resolved, notes=(*resolved.notes, *_determinism_remarks(resolved, choices)))
 
 
@@ -130,16 +134,10 @@ def _check_weights(
 
 def need_of(config: ResolvedConfig, model: ModelConfig | None = None) -> Need:
     """What the model (the launch's, or its draft model) and the launch ask of a kernel backend."""
-    model = model or config.model
-    dims = {"hidden": model.hidden_size, "heads": model.attention.num_heads}
-    return Need(
-        config.dtype,
-        config.kv_cache_dtype,
-        model.attention.kind,
-        config.page_size,
-        tuple(dims.items()),
-        config.args.backends.enable_deterministic_inference,
-    )
+    if model is None:
+        model = local_heads(config.model, config.parallel.topology.attn_tp_size)
+    deterministic = config.args.backends.enable_deterministic_inference
+    return need_of_model(model, config.dtype, config.kv_cache_dtype, config.page_size, deterministic)
 
 
 def choose_backends(config: ResolvedConfig, device: Device, model: ModelConfig | None = None) -> tuple[Choice, ...]:

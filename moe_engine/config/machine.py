@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.device import Device, cpu_device
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
@@ -20,7 +21,8 @@ class Machine:
     """Memory of the device that holds weights and KV, in bytes; `source` says where the figures come from.
 
     `available_bytes` is what nobody uses now. On a CPU both count a container's limit. `unlinked`: which of the GPUs
-    cannot reach each other's memory; None where all can.
+    cannot reach each other's memory; None where all can. `capability` of a GPU is (major, minor); None where it is not
+    known.
     """
 
     device: str
@@ -31,6 +33,12 @@ class Machine:
     source: str = ""
     device_reason: str = ""
     unlinked: str | None = None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def kernel_device(self) -> Device:
+        """The GPU as kernel rows see it."""
+        return Device(self.device, self.device_name, self.capability)
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,6 @@ def probe_machine(device: str | None = None) -> Machine:
     if device == "cuda":
         return _probe_cuda(cores, reason)
     memory = host_memory()
-    from moe_engine.kernels.device import cpu_device
-
     name = cpu_device().name
     return Machine("cpu", name, memory.total_bytes, memory.available_bytes, cores, memory.source, reason)
 
@@ -82,8 +88,8 @@ def _probe_cuda(cores: int, reason: str) -> Machine:
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or check the driver")
     free, total = torch.cuda.mem_get_info(0)
-    name = torch.cuda.get_device_name(0)
-    return Machine("cuda", name, total, free, cores, "CUDA driver", reason, _unlinked(torch.cuda))
+    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    return Machine("cuda", name, total, free, cores, "CUDA driver", reason, _unlinked(torch.cuda), capability)
 
 
 def _unlinked(cuda: Any) -> str | None:

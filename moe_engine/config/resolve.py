@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_engine.config import contradictions
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.attention_memory import attention_row
 from moe_engine.config.checkpoint import CheckpointFacts
 from moe_engine.config.cluster_env import ClusterPlace
 from moe_engine.config.decisions import Decision, Record
@@ -27,6 +28,8 @@ from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.demo import CHECKPOINT_DIR
+from moe_engine.models.needs import need_of_model
+from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
 
@@ -411,6 +414,8 @@ def _size(
     graphs: GraphSettings,
 ) -> Sizing:
     memory = args.memory
+    need = need_of_model(local_heads(model, parallel.topology.attn_tp_size), dtype, kv_dtype, page_size)
+    need = dataclasses.replace(need, deterministic=args.backends.enable_deterministic_inference)
     shape = StepShape(
         chunk,
         memory.max_prefill_tokens,
@@ -437,6 +442,7 @@ def _size(
             parallel=parallel,
             experts=experts,
             graphs=graphs,
+            attention=attention_row(machine, need, args.backends.attention_backend),
         )
     )
 

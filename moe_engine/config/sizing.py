@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from moe_engine.config.attention_memory import workspace_rows
 from moe_engine.config.checkpoint import CheckpointFacts
 from moe_engine.config.ledger import (
     DRAFT_WEIGHTS,
@@ -21,6 +22,7 @@ from moe_engine.config.machine import Machine
 from moe_engine.config.resolve_graphs import graph_row
 from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan, dispatch_tokens
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.registry import Row
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -93,6 +95,8 @@ class SizingInput:
     parallel: ParallelPlan = SINGLE_PROCESS
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)
+    attention: Row | None = None
+    """The attention backend that was chosen on an accelerator."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -178,6 +182,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         LedgerRow("logits and sampling", logits, f"{shape.num_logits} rows of {model.vocab_size}"),
         _table_row(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
+        *_attention_rows(given),
         *_dispatch_rows(given),
         *graph_row(given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, shape.running),
         *_expert_rows(given),
@@ -185,6 +190,13 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     if given.machine.device == "cpu":
         rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
     return tuple(rows)
+
+
+def _attention_rows(given: SizingInput) -> list[LedgerRow]:
+    """Scratch memory of the attention backend, where that is of note."""
+    shape, graphs = given.shape, given.graphs.up_to(given.shape.running)
+    sizes = shape.running, shape.decode_tokens, shape.context_len, given.page_size
+    return workspace_rows(given.attention, given.local_model, graphs, *sizes)
 
 
 def _expert_rows(given: SizingInput) -> list[LedgerRow]:

@@ -159,7 +159,7 @@ def largest_shapes(config: ResolvedConfig) -> StepShapes:
     capacity = 0
     if plan.dispatch is not None and "low_latency" in plan.dispatch.modes.values():
         capacity = topology.ep_size * dispatch_tokens(plan, step.num_logits)
-    return StepShapes(step.num_tokens, rows, capacity)
+    return StepShapes(step.num_tokens, rows, capacity, plan.dispatch is not None)
 
 
 def _available_gb(config: ResolvedConfig) -> float:

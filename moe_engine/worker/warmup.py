@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.step_ladder import PREFIX, ladder
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepPlan
@@ -60,6 +61,68 @@ def compile_regions(runner: ModelRunner, regions: Regions) -> None:
     runner.execute(StepPlan(number=-1, finished_rows=rows))
     runner.rows.last_token.zero_()
     runner.kv_pool.clear_dummy_page()
+
+
+def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
+    """Runs steps of every size class of the plan, for kernels that compile by number of tokens: prompts and chunks of
+    the ladder, decodes greedy and sampled. All in the dummy page; leaves no trace. The number of steps run.
+
+    Args:
+        num_tokens: of the largest step.
+    """
+    rows, count = runner.rows, 0
+    follow = Speculation(follow=True) if runner.speculation is not None else None
+
+    def run(plan: StepPlan) -> None:
+        nonlocal count
+        runner.execute(runner.shared.alike(plan))
+        count += 1
+
+    longest = rows.context_len - 1
+    for tokens in ladder(min(num_tokens, longest * rows.max_rows)):
+        for prefix in sorted({0, min(PREFIX, max(0, longest - tokens))}):
+            lens = _cut(tokens, longest - prefix)
+            new = [_entering(row, prefix, length, rows.vocab_size) for row, length in enumerate(lens)]
+            run(replace(_prompts(new), speculation=follow))
+    for num_rows in ladder(rows.max_rows):
+        for sampling in (_GREEDY, _SAMPLED):
+            new = [_entering(row, 0, 1, rows.vocab_size, sampling) for row in range(num_rows)]
+            run(_prompts(new))
+            ones, those = [1] * num_rows, list(range(num_rows))
+            run(StepPlan(-1, those, ones, ones, [True] * num_rows, [0] * num_rows, num_rows))
+    runner.execute(runner.shared.alike(StepPlan(number=-1, finished_rows=list(range(rows.max_rows)))))
+    rows.last_token.zero_()
+    runner.kv_pool.clear_dummy_page()
+    runner.stream.synchronize()
+    return count
+
+
+def _cut(tokens: int, longest: int) -> list[int]:
+    """Prompts of at most `longest` tokens that are so many together."""
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + [rest] * (rest > 0)
+
+
+def _entering(row: int, prefix: int, length: int, vocab_size: int, sampling: SamplingParams = _GREEDY) -> NewRow:
+    """A request of `length` tokens behind a cached prefix; many different tokens, so that many experts are chosen."""
+    tokens = [(7919 * (row + place)) % vocab_size for place in range(prefix + length)]
+    return replace(_request(0, sampling), row=row, token_ids=tokens, num_prompt=len(tokens), slots=[0] * prefix)
+
+
+def _prompts(new: list[NewRow]) -> StepPlan:
+    """The step in which these are computed."""
+    inputs = [row.token_ids[len(row.slots) :] for row in new]
+    counts = [len(tokens) for tokens in inputs]
+    return StepPlan(
+        number=-1,
+        rows=[row.row for row in new],
+        starts=[len(row.slots) for row in new],
+        counts=counts,
+        samples=[True] * len(new),
+        slots=[0] * sum(counts),
+        input_ids=[token for tokens in inputs for token in tokens],
+        new_rows=new,
+    )
 
 
 def compile_kernels(backends: Backends, shapes: StepShapes) -> int:

@@ -20,12 +20,13 @@ import torch
 
 from moe_engine.kernels.attention.protocol import SharesContext
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.device import Need, probe
+from moe_engine.kernels.device import probe
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.needs import need_of_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -41,7 +42,7 @@ from moe_engine.worker.region_setup import finish_regions, start_regions
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner, PendingResult
 from moe_engine.worker.speculation.build import DraftOptions, add_speculation, mtp_layers, num_mtp_layers
-from moe_engine.worker.warmup import compile_kernels, warm_up
+from moe_engine.worker.warmup import compile_kernels, warm_sizes, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -217,14 +218,8 @@ def physical_cores() -> int:
 
 
 def kernels_for(options: WorkerOptions, config: ModelConfig, regions: Regions | None = None) -> Backends:
-    """The kernels of the model, or of its draft model."""
-    need = Need(
-        dtype=options.dtype,
-        kv_dtype=options.kv_dtype,
-        attention=config.attention.kind,
-        page_size=options.page_size,
-        deterministic=options.deterministic,
-    )
+    """The kernels of the model, or of its draft model; the config has one rank's heads."""
+    need = need_of_model(config, options.dtype, options.kv_dtype, options.page_size, options.deterministic)
     return replace(build_backends(probe(options.device), need, options.backends), regions=regions)
 
 
@@ -246,7 +241,7 @@ def _prepare(
     local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
     kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
-    backends = kernels_for(options, config, regions)
+    backends = kernels_for(options, local, regions)
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
@@ -290,8 +285,7 @@ def _prepare(
             draft_backends=kernels_for(options, options.draft_config, regions) if options.draft_config else None,
         )
         draft_bytes = add_speculation(runner, speculation, draft_options)
-    warm_up(runner)
-    compile_kernels(backends, options.shapes)
+    _warm(runner, backends, options)
     finish_regions(runner, regions)
     num_graphs = record_steps(runner, options.graphs, progress=progress)
     experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
@@ -308,6 +302,14 @@ def _prepare(
     )
     guard.ready()
     return runner, info, experts
+
+
+def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:
+    """So that nothing compiles, loads or starts later; on many ranks collective."""
+    warm_up(runner)
+    if runner.stream.asynchronous:  # the kernels of a CPU do not compile by size
+        warm_sizes(runner, options.shapes.tokens)
+    compile_kernels(backends, options.shapes)
 
 
 def _collect(pending: PendingResult, future: Future[StepResult], parallel: ParallelContext) -> None:

@@ -3,7 +3,7 @@
 The interpreter of Triton 3.6 to 3.9 keeps bf16 and FP8 as bare integers. Casts to bf16 truncate, casts to e4m3 lose a
 carry out of the mantissa, and products of bf16 matrices multiply the integers. GPUs round to nearest even and multiply
 numbers, and so do kernels that are held against float64 here. GPUs have a clock, too, which is the only assembly that
-our kernels contain.
+our kernels contain. The interpreter of 3.6 also takes arrays of one element for indices, which numpy no longer does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _TORCH = {
 }
 _convert = interpreter._convert_float
 _dot = interpreter.InterpreterBuilder.create_dot
+_patch_tensor = interpreter._patch_lang_tensor
 
 
 def convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -63,8 +64,15 @@ def inline_asm(builder: Any, text: str, *rest: Any) -> Any:
     return SimpleNamespace(get_result=lambda place: now)
 
 
+def patch_tensor(tensor: Any, scope: Any) -> None:
+    """What the interpreter makes of tensors while a kernel runs, with scalars that are indices in every numpy."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 def install() -> None:
     """Idempotent; for the whole process."""
     interpreter.InterpreterBuilder.create_inline_asm = inline_asm
+    interpreter._patch_lang_tensor = patch_tensor
     interpreter._convert_float = convert_float
     interpreter.InterpreterBuilder.create_dot = dot

@@ -8,21 +8,41 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from triton import knobs
 
+from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS
+from moe_engine.compile_kernels.exercise import exercise
+from moe_engine.compile_kernels.other_rows import build_triton
+from moe_engine.compile_kernels.targets import TARGETS
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_plan import choose_backends, prepare
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.ops import triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.sampling import triton_sampling
 from moe_engine.kernels.sampling.protocol import SamplingParameters
+from moe_engine.kernels.step_ladder import StepSize
 from moe_engine.kernels.triton import guard
-from moe_engine.kernels.triton.absent_device import absent_device
+from moe_engine.kernels.triton.absent_device import absent_device, listed
 from moe_engine.kernels.triton.aot import AotCase, compile_case
+from moe_engine.kernels.vendors.warming import StepShapes
 
 ARCH = 90
+
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu", "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None, "attention_bias": False,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
 
 
 def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -95,7 +115,65 @@ def guarding(cache: str) -> Any:
     return counts
 
 
-NAMES: dict[str, Callable[[str], Any]] = {"agreement": agreement, "guarding": guarding}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "v3 on 8 ranks": (V3_LAYERS, {"tp_size": 8, "ep_size": 8}),
+    "v2-lite, one head, fp8 cache": (V2_LITE, {"tp_size": 16, "kv_cache_dtype": "fp8_e4m3"}),
+    "qwen3": (QWEN3_MOE, {}),
+}
+
+
+def reachable(cache: str) -> Any:
+    """Of each model: the number of kernels that the ladder of steps needs, those that further steps of the plan need
+    besides, and those that they need besides a ladder of its two ends."""
+    found = {}
+    for name, (config, flags) in MODELS.items():
+        folder = Path(cache, name)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        target = TARGETS["h200"]
+        args = EngineArgs.from_kwargs(
+            model_path=str(folder), load_format="dummy", device="cuda", max_running_requests=200, context_length=4096,
+            chunked_prefill_size=1500, **flags,
+        )  # fmt: skip
+        launch = prepare(args, target.machine)
+        backends = build_triton(choose_backends(launch, target.device))
+        others = [StepSize(0, 1, 0, tokens) for tokens in (*range(1, 100, 3), *range(100, 1500, 67))]
+        others += [StepSize(decodes, 1, 777) for decodes in range(1, 200, 13)]
+        others += [StepSize(decodes, 4, 99) for decodes in range(1, 50, 9)]
+        others += [StepSize(1, tokens, 1000 + tokens) for tokens in range(1, 170, 11)]
+        others += [StepSize(7, 1, 50, tokens, 64) for tokens in range(5, 500, 81)]
+        needed = []
+        for sizes in (None, others, [StepSize(1, 1, 777), StepSize(0, 1, 0, 1500, 99)]):
+            with listed(ARCH) as kernels:
+                for _ in exercise(launch, backends, sizes):
+                    pass
+            needed.append(kernels)
+        missing = (sorted({kernel for kernel, _ in needed[1] - warm}) for warm in (needed[0], needed[2]))
+        found[name] = len(needed[0]), *missing
+    return found
+
+
+def dispatched(cache: str) -> Any:
+    """Of experts whose rows travel: kernels of `warm_up`, those of further batches besides, and those without it."""
+    found = []
+    for fp8 in (False, True):
+        kernel = TritonExperts()
+        shape = (16, 2048, 1408)
+        weights = kernel.allocate_blocks(*shape, "meta") if fp8 else kernel.allocate(*shape, torch.bfloat16, "meta")
+        with listed(ARCH) as warm:
+            runs = kernel.warm_up(StepShapes(1, 4000, 64, dispatched=True))
+            assert kernel.warm_up(StepShapes(1, 4000, 64)) == 0
+        with listed(ARCH) as needed:
+            for count in range(1, 4000, 97):
+                kernel.run(ExpertBatch("grouped", there(count, 2048), offsets=there(17, dtype=torch.int32)), weights)
+            kernel.run(ExpertBatch("padded", there(16, 64, 2048), counts=there(16, dtype=torch.int32)), weights)
+        found.append((runs, len(warm), len(needed), len(needed - warm)))
+    return found
+
+
+NAMES: dict[str, Callable[[str], Any]] = {
+    "agreement": agreement, "guarding": guarding, "reachable": reachable, "dispatched": dispatched,
+}  # fmt: skip
 
 if __name__ == "__main__":
     print(json.dumps(NAMES[sys.argv[1]](sys.argv[2])))

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_engine.kernels import tables
 from moe_engine.kernels.attention import head_records
 from moe_engine.kernels.attention.kv_format import FP8_RANGE, FP8_TOKEN
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, Replayable
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Choice, Row, select
 from tests.kernels_cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
@@ -126,3 +126,32 @@ def test_nothing_to_do_and_what_is_refused() -> None:
     queries, size = paged_queries([(3, 9)])
     with pytest.raises(ValueError, match="cache is"):
         gqa.paged(torch.zeros(3, 4, 16), torch.zeros(size, 2, 16, dtype=BF16), cache, queries, 1.0, None)
+
+
+@pytest.mark.parametrize(("count", "heads", "groups"), [(1, 6, 2), (4, 8, 1)])
+def test_plans_in_place_follow_the_queries(count: int, heads: int, groups: int) -> None:
+    """One plan renewed in its memory for other lengths, as a recording reads it: several query tokens, padding."""
+    gqa = TritonGQA(num_programs=5)
+    queries, size = paged_queries([(count, 150)] * 4, 8)
+    assert isinstance(gqa, Replayable) and gqa.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
+    keys, values = (filled_cache(queries, size, groups, 64, dtype=FP32) for _ in "kv")
+    q = normal(queries.num_tokens, heads, 64, dtype=FP32)
+    gqa.paged(q, keys, values, queries, 0.125, gqa.plan(AttentionBatch(queries, None)))
+    plan = gqa.plan_in_place(AttentionBatch(queries, None))
+    assert plan is not None
+    places = set()
+    for lens in ([150, count, 7, 64], [count] * 4, [9, 131, 140, 8]):
+        fresh, size = paged_queries([(count, length) for length in lens], 8)
+        keys, values = (filled_cache(fresh, size, groups, 64, dtype=FP32) for _ in "kv")
+        queries.context_lens[:] = lens
+        queries.context_lens_device.copy_(fresh.context_lens_device)
+        queries.rows.copy_(fresh.rows)
+        queries.slot_table[:, : fresh.slot_table.shape[1]].copy_(fresh.slot_table)
+        plan.renew()
+        close(gqa.paged(q, keys, values, queries, 0.125, plan), want(q, keys, values, fresh, 0.125), 2)
+        (made,) = plan._schedules.values()
+        places.add((made.segments.data_ptr(), made.merges.data_ptr(), len(made.segments), made.num_partials))
+    assert len(places) == 1
+    fixed = TritonGQA(deterministic=True, num_programs=5)
+    fixed.paged(q, keys, values, queries, 0.125, None)
+    assert fixed.plan_in_place(AttentionBatch(queries, None)) is None, "fixed cuts have no largest schedule"

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from tests.vendors.contract import causal as causal_mask
 from tests.vendors.contract import check_index, check_shape, everything, must, poison, softmax_rows
+from tests.vendors.tape import launched
 
 HALF = (torch.bfloat16, torch.float16)
 
 
+@launched
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
     cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
@@ -31,6 +33,7 @@ def flash_attn_with_kvcache(
     starts = _starts(cu_seqlens_q, len(q))
     must(len(starts) == len(page_table) + 1 == len(cache_seqlens) + 1, "batch sizes differ")
     must(max_seqlen_q == max(b - a for a, b in itertools.pairwise(starts)), f"max_seqlen_q {max_seqlen_q}")
+    must(num_splits == 0 or 1 <= num_splits <= 256, f"num_splits {num_splits}")
     pages, size = k_cache.shape[:2]
     check_shape(v_cache, (pages, size, k_cache.shape[2], v_cache.shape[3]), "v_cache")
     if qv is not None:
@@ -55,6 +58,7 @@ def flash_attn_with_kvcache(
     return (out, lse, None, None) if return_softmax_lse else out
 
 
+@launched
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
     softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),

@@ -12,15 +12,26 @@ from torch import Tensor
 
 from tests.vendors.contract import causal as causal_mask
 from tests.vendors.contract import check_index, everything, must, poison, softmax_rows
+from tests.vendors.tape import launched
 
 PAGE, LATENT, WIDTH, RECORD = 64, 512, 576, 656
 
 
 class FlashMLASchedMeta:
-    """One for each step and set of shapes; made of the lengths at its first use."""
+    """One for each step and set of shapes; made of the lengths at its first use, by a launch of its own."""
 
     def __init__(self) -> None:
         self.config: tuple[Any, ...] | None = None
+        self.lens: list[int] | None = None
+
+    @launched
+    def plan(self, lens: Tensor | None) -> None:
+        self.lens = None if lens is None else lens.tolist()
+
+    @launched
+    def check(self, lens: Tensor | None) -> None:
+        now = None if lens is None else lens.tolist()
+        must(self.lens == now, f"the schedule was made for lengths {self.lens}, not {now}")
 
 
 def unpack(records: Tensor) -> Tensor:
@@ -50,10 +61,12 @@ def _module(arch: int) -> Any:
         must(head_dim_v == LATENT and q.shape[3] == WIDTH, f"only 576 and 512, not {q.shape[3]} and {head_dim_v}")
         must(min(q.shape) > 0, "batch, queries and heads must be positive")
         topk = None if indices is None else indices.shape[-1]
-        lens = None if cache_seqlens is None else tuple(cache_seqlens.tolist())
-        config = (*q.shape[:3], *k_cache.shape[1:3], causal, is_fp8_kvcache, topk, lens)
+        config = (*q.shape[:3], *k_cache.shape[1:3], causal, is_fp8_kvcache, topk)
         must(schedule.config in (None, config), f"the schedule was made for {schedule.config}, not {config}")
+        if schedule.config is None:
+            schedule.plan(cache_seqlens)
         schedule.config = config
+        schedule.check(cache_seqlens)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         if indices is not None:
             must(not causal and is_fp8_kvcache and block_table is None, "sparse attention: FP8 records, no causal mask")
@@ -68,6 +81,7 @@ def _module(arch: int) -> Any:
     )
 
 
+@launched
 def _dense(q, k_cache, block_table, cache_seqlens, scale, causal):
     must(q.dtype in (torch.bfloat16, torch.float16) and k_cache.dtype == q.dtype, f"{q.dtype} and {k_cache.dtype}")
     must(k_cache.shape[1:] == (PAGE, 1, WIDTH), f"pages are {list(k_cache.shape[1:])}, not [64, 1, 576]")
@@ -91,6 +105,7 @@ def _dense(q, k_cache, block_table, cache_seqlens, scale, causal):
     return out, lse
 
 
+@launched
 def _sparse(q, k_cache, indices, scale):
     must(q.dtype == torch.bfloat16, f"sparse decode takes bf16, not {q.dtype}")
     must(q.shape[2] in (64, 128), f"sparse decode has kernels for 64 or 128 heads, not {q.shape[2]}")
@@ -112,17 +127,27 @@ def _sparse(q, k_cache, indices, scale):
     return out, lse
 
 
+@launched
+def _older_schedule(lens: Tensor) -> Tensor:
+    return lens.clone()
+
+
+@launched
+def _check_older(schedule: Tensor, lens: Tensor) -> None:
+    must(schedule.tolist() == lens.tolist(), f"the schedule is for lengths {schedule.tolist()}, not {lens.tolist()}")
+
+
 def _older_module() -> Any:
     """The interface of 2025 (and of sgl_kernel): the caller asks for a schedule of the step's lengths; no records."""
-    schedules: dict[int, tuple[Tensor, tuple[int, ...], int]] = {}  # the tensors are kept, so that ids stay theirs
+    schedules: dict[int, tuple[Tensor, int]] = {}  # the tensors are kept, so that ids stay theirs
 
     def get_mla_metadata(
         cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None
     ):
         check_index(cache_seqlens, "cache_seqlens")
         must(num_heads_k == 1 and not is_fp8_kvcache and topk is None, "not emulated")
-        made = torch.zeros(4, 8, dtype=torch.int32)
-        schedules[id(made)] = made, tuple(cache_seqlens.tolist()), num_q_tokens_per_head_k
+        made = _older_schedule(cache_seqlens)
+        schedules[id(made)] = made, num_q_tokens_per_head_k
         return made, torch.zeros(len(cache_seqlens) + 1, dtype=torch.int32)
 
     def flash_mla_with_kvcache(
@@ -130,8 +155,8 @@ def _older_module() -> Any:
         causal=False, descale_q=None, descale_k=None, is_fp8_kvcache=False, indices=None,
     ):  # fmt: skip
         must(id(tile_scheduler_metadata) in schedules, "a schedule of get_mla_metadata's")
-        _, lens, tokens = schedules[id(tile_scheduler_metadata)]
-        must(lens == tuple(cache_seqlens.tolist()), "the schedule is for other lengths")
+        made, tokens = schedules[id(tile_scheduler_metadata)]
+        _check_older(made, cache_seqlens)
         must(tokens == q.shape[1] * q.shape[2], f"the schedule is for {tokens} queries, not {q.shape[1] * q.shape[2]}")
         must(len(num_splits) == len(q) + 1 and head_dim_v == LATENT, "num_splits or head_dim_v")
         return _dense(q, k_cache, block_table, cache_seqlens, softmax_scale, causal)

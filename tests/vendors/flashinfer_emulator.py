@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.vendors.contract import causal, check_index, check_shape, everything, must, poison, softmax_rows
+from tests.vendors.tape import launched, recording
 
 HALF = (torch.bfloat16, torch.float16)
 MIN_WORKSPACE = 128 << 20
@@ -50,8 +51,36 @@ def _workspace(buffer: Tensor) -> None:
     must(buffer.data_ptr() % 16 == 0, "the workspace must start at 16 bytes")
 
 
+class _Lists:
+    """The four lists of a plan on the device: new ones each time, or with `graph` at the addresses given. Recorded runs
+    read these, so all else of their plan must stay."""
+
+    def __init__(self, graph: bool, *buffers: Tensor | None) -> None:
+        self.graph, self.lists, self._facts = graph, buffers, None
+        for buffer in buffers if graph else ():
+            must(buffer is not None, "CUDA graph mode needs all buffers")
+            check_index(buffer, "a buffer")
+        must(not graph or len(buffers[0]) == len(buffers[1]) == len(buffers[3]) + 1, "buffers for other batch sizes")
+
+    def fill(self, facts: tuple[Any, ...], *lists: Tensor) -> None:
+        must(not recording(), "a plan is host work: it cannot be recorded")
+        if not self.graph:
+            self.lists = tuple(values.clone() for values in lists)
+            return
+        must(self._facts in (None, facts), f"recorded with {self._facts}, planned with {facts}")
+        self._facts = facts
+        for place, (buffer, values) in enumerate(zip(self.lists, lists)):
+            room = len(values) <= len(buffer) if place == 2 else len(values) == len(buffer)
+            must(room, f"list {place} of {len(values)} for a buffer of {len(buffer)}")
+            buffer[: len(values)].copy_(values)
+
+    def read(self) -> tuple[Tensor, ...]:
+        must(self.graph or not recording(), "only a wrapper in CUDA graph mode can be recorded")
+        return self.lists
+
+
 class BatchMLAPagedAttentionWrapper:
-    made = 0
+    made, arch = 0, 9
 
     def __init__(
         self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None,
@@ -60,6 +89,9 @@ class BatchMLAPagedAttentionWrapper:
         _workspace(float_workspace_buffer)
         type(self).made += 1
         self._plan: Any = None
+        self._lists = _Lists(use_cuda_graph, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        # on Blackwell "auto" takes kernels whose plans cannot be renewed
+        self._renews = type(self).arch != 10 or backend in ("fa2", "fa3")
 
     def plan(
         self, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, num_heads=None, head_dim_ckv=None,
@@ -89,10 +121,22 @@ class BatchMLAPagedAttentionWrapper:
             for end in range(tile, count * num_heads, tile):
                 query, rest = divmod(end, num_heads)
                 must(not rest or (kv - count + query) % 64 != 0, "a tile ends inside a token at a key tile's start")
+        must(self._plan is None or self._renews or not self._lists.graph, "plans of this backend cannot be renewed")
+        facts = (
+            q_starts[-1],
+            num_heads,
+            head_dim_ckv,
+            head_dim_kpe,
+            page_size,
+            causal,
+            sm_scale,
+            q_data_type,
+            lse_mode,
+        )
+        self._lists.fill(facts, metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
         self._plan = SimpleNamespace(
-            metadata=metadata, counts=counts, lens=lens, q_starts=q_starts, kv_starts=kv_starts, heads=num_heads,
-            ckv=head_dim_ckv, kpe=head_dim_kpe, page=page_size, causal=causal, scale=sm_scale, dtype=q_data_type,
-            lse=lse_mode,
+            tokens=q_starts[-1], heads=num_heads, ckv=head_dim_ckv, kpe=head_dim_kpe, page=page_size, causal=causal,
+            scale=sm_scale, dtype=q_data_type, lse=lse_mode,
         )  # fmt: skip
 
     def run(
@@ -106,23 +150,31 @@ class BatchMLAPagedAttentionWrapper:
         must(q_nope is None and query is not None, "separate tensors are deprecated: pass query and kv_cache")
         wanted = ("basee" if return_lse_base_on_e else "base2") if return_lse or return_lse_base_on_e else "none"
         must(wanted == p.lse, f"planned with LSE {p.lse}, run with {wanted}")
-        check_shape(query, (p.q_starts[-1], p.heads, p.ckv + p.kpe), "query")
+        check_shape(query, (p.tokens, p.heads, p.ckv + p.kpe), "query")
         must(kv_cache.dim() == 3 and kv_cache.shape[1:] == (p.page, p.ckv + p.kpe), f"kv_cache {list(kv_cache.shape)}")
         must(query.dtype == p.dtype and kv_cache.dtype == p.dtype, "dtypes differ from the plan's")
         must(query.stride(-1) == 1 and kv_cache.stride(-1) == 1, "the last dimensions must be contiguous")
         check_shape(out, (*query.shape[:2], p.ckv), "out")
         must(out.dtype == p.dtype, "out differs from the planned dtype")
-        out.fill_(math.nan)
-        lse = poison(*query.shape[:2], dtype=torch.float32)
-        for i, count in enumerate(p.counts):
-            rows = slice(p.q_starts[i], p.q_starts[i] + count)
-            pages = p.metadata.kv_indices[p.kv_starts[i] : p.kv_starts[i + 1]].long()
-            must(bool(((pages >= 0) & (pages < len(kv_cache))).all()), "a page number is out of range")
-            keys = kv_cache[pages].flatten(0, 1)[: p.lens[i], None]
-            seen = (causal if p.causal else everything)(count, p.lens[i])
-            result, sums = softmax_rows(query[rows], keys, keys[..., : p.ckv], p.scale, seen)
-            out[rows], lse[rows] = result.to(out.dtype), sums.float()
-        return (out, lse) if return_lse else out
+        sums = _mla(p, *self._lists.read(), query, kv_cache, out)
+        return (out, sums) if return_lse else out
+
+
+@launched
+def _mla(p: Any, q_starts, kv_starts, indices, lens, query, kv_cache, out) -> Tensor:
+    """Writes `out`; returns log-sum-exps [T, H] to base e."""
+    out.fill_(math.nan)
+    lse = poison(*query.shape[:2], dtype=torch.float32)
+    q_starts, kv_starts = q_starts.tolist(), kv_starts.tolist()
+    for i, length in enumerate(lens.tolist()):
+        rows = slice(q_starts[i], q_starts[i + 1])
+        pages = indices[kv_starts[i] : kv_starts[i + 1]].long()
+        must(bool(((pages >= 0) & (pages < len(kv_cache))).all()), "a page number is out of range")
+        keys = kv_cache[pages].flatten(0, 1)[:length, None]
+        seen = (causal if p.causal else everything)(len(query[rows]), length)
+        result, sums = softmax_rows(query[rows], keys, keys[..., : p.ckv], p.scale, seen)
+        out[rows], lse[rows] = result.to(out.dtype), sums.float()
+    return lse
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
@@ -190,6 +242,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         must(kv_layout == "NHD", "not emulated")
         type(self).made += 1
         self._plan: Any = None
+        self._lists = _Lists(
+            use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        )
 
     def plan(
         self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
@@ -211,11 +266,12 @@ class BatchPrefillWithPagedKVCacheWrapper:
         must(num_qo_heads % num_kv_heads == 0, "query heads must divide by KV heads")
         dtype = torch.float16 if q_data_type == "float16" else q_data_type
         must(dtype in HALF and kv_data_type in (None, dtype), f"no kernels for {q_data_type}, {kv_data_type}")
-        lens = [(b - a - 1) * page_size + n for a, b, n in zip(kv_starts, kv_starts[1:], last)]
+        scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale
+        facts = (q_starts[-1], num_qo_heads, num_kv_heads, head_dim_qk, page_size, causal, dtype, scale)
+        self._lists.fill(facts, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._plan = SimpleNamespace(
-            q=q_starts, kv=kv_starts, indices=paged_kv_indices.clone(), lens=lens, heads=num_qo_heads,
-            kv_heads=num_kv_heads, width=head_dim_qk, page=page_size, causal=causal, dtype=dtype,
-            scale=head_dim_qk**-0.5 if sm_scale is None else sm_scale,
+            tokens=q_starts[-1], heads=num_qo_heads, kv_heads=num_kv_heads, width=head_dim_qk, page=page_size,
+            causal=causal, dtype=dtype, scale=scale,
         )  # fmt: skip
 
     def run(
@@ -225,22 +281,30 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ):  # fmt: skip
         p = self._plan
         must(p is not None and not args, "run before plan")
-        check_shape(q, (p.q[-1], p.heads, p.width), "q")
+        check_shape(q, (p.tokens, p.heads, p.width), "q")
         must(isinstance(paged_kv_cache, tuple), "not emulated")
         for pages in paged_kv_cache:
             must(pages.dim() == 4 and pages.shape[1:] == (p.page, p.kv_heads, p.width), f"cache {list(pages.shape)}")
         must(all(x.dtype == p.dtype for x in (q, *paged_kv_cache)), f"planned for {p.dtype}")
         must(q.is_contiguous(), "q must be contiguous")
-        out = poison(*q.shape, dtype=p.dtype)
-        sums = poison(*q.shape[:2], dtype=torch.float32)
-        for i, (a, b) in enumerate(zip(p.q, p.q[1:])):
-            index = p.indices[p.kv[i] : p.kv[i + 1]].long()
-            must(bool(((index >= 0) & (index < len(paged_kv_cache[0]))).all()), "a page number is out of range")
-            k, v = (pages[index].flatten(0, 1)[: p.lens[i]] for pages in paged_kv_cache)
-            seen = (causal if p.causal else everything)(b - a, p.lens[i])
-            result, natural = softmax_rows(q[a:b], k, v, p.scale, seen)
-            out[a:b], sums[a:b] = result.to(p.dtype), natural.float() / math.log(2)
+        out, sums = _paged(p, *self._lists.read(), q, *paged_kv_cache)
         return (out, sums) if return_lse else out
+
+
+@launched
+def _paged(p: Any, q_starts, kv_starts, indices, last, q, k_cache, v_cache) -> tuple[Tensor, Tensor]:
+    """Results and log-sum-exps [T, H] to base 2."""
+    out, lse = poison(*q.shape, dtype=p.dtype), poison(*q.shape[:2], dtype=torch.float32)
+    q_starts, kv_starts = q_starts.tolist(), kv_starts.tolist()
+    for i, used in enumerate(last.tolist()):
+        rows, index = slice(q_starts[i], q_starts[i + 1]), indices[kv_starts[i] : kv_starts[i + 1]].long()
+        must(bool(((index >= 0) & (index < len(k_cache))).all()), "a page number is out of range")
+        length = (len(index) - 1) * p.page + used
+        k, v = (pages[index].flatten(0, 1)[:length] for pages in (k_cache, v_cache))
+        seen = (causal if p.causal else everything)(len(q[rows]), length)
+        result, natural = softmax_rows(q[rows], k, v, p.scale, seen)
+        out[rows], lse[rows] = result.to(p.dtype), natural.float() / math.log(2)
+    return out, lse
 
 
 # sampling
@@ -278,13 +342,12 @@ def _check_probs(probs: Tensor) -> None:
     must(bool((probs >= 0).all()) and bool(((probs.sum(-1) - 1).abs() < 1e-3).all()), "rows must sum to 1")
 
 
-def module() -> Any:
-    """A `flashinfer` with what is emulated."""
+def module(arch: int = 9) -> Any:
+    """A `flashinfer` with what is emulated, on Hopper (9) or Blackwell (10)."""
+    wrapper = type("BatchMLAPagedAttentionWrapper", (BatchMLAPagedAttentionWrapper,), {"arch": arch})
     return SimpleNamespace(
         __name__="flashinfer",
-        mla=SimpleNamespace(
-            BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper, MLAPlanMetadata=MLAPlanMetadata
-        ),
+        mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=wrapper, MLAPlanMetadata=MLAPlanMetadata),
         BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper,
         BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
         sampling=SimpleNamespace(

@@ -14,6 +14,7 @@ from moe_engine.config import doctor_libraries
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import select
+from moe_engine.kernels.triton import availability
 from moe_engine.kernels.vendors import probe
 from moe_engine.kernels.vendors.probe import DEEP_GEMM, FA3, FLASHINFER, LIBRARIES, accepts
 
@@ -161,3 +162,13 @@ def test_the_doctor_names_broken_libraries(tmp_path, monkeypatch):
     verdict = doctor_libraries.libraries("cuda")["DeepGEMM"]
     assert verdict == "deep_gemm does not load: ImportError: undefined symbol: _ZN3c10"
     assert doctor_libraries.problems({"DeepGEMM": verdict})
+
+
+def test_tritons_mla_on_blackwell_needs_a_newer_compiler(monkeypatch):
+    for installed, words in (
+        ((3, 8), "needs Triton 3.9 for MLA on Blackwell, Triton 3.8 is installed"),
+        ((3, 9), None),
+    ):
+        monkeypatch.setattr(availability, "version", lambda installed=installed: installed)
+        assert availability.why_not_latent(BLACKWELL) == words
+        assert availability.why_not_latent(HOPPER) is None

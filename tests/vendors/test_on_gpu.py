@@ -14,9 +14,11 @@ from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.device import Need, probe
 from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.registry import Row, select
+from moe_engine.worker.device_stream import make_graphs
 from tests.kernels_cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
 from tests.vendors.test_attention import LATENT, WIDTH, absorbed_reference
 from tests.vendors.test_deep_gemm import near, weight
+from tests.vendors.test_in_place import SIZE, Static, planned
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -78,6 +80,36 @@ def test_gqa(name, tree):
         want = attend(q[start : start + count], keys, values, scale, None if trees is None else trees[i])
         close(got[start : start + count], want, scale=3)
         start += count
+
+
+@pytest.mark.parametrize("name", [*names(tables.MLA), "triton"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_recorded_absorbed(name, count):
+    """CUDA graphs themselves over plans in place: other lengths, rows and pages at every replay, with padding."""
+    backend, heads, scale = build("attention", tables.MLA, name), 16, WIDTH**-0.5
+    graphs = make_graphs(torch.device("cuda", 0))
+    static = Static(count, 64, device="cuda")
+    cache = normal(static.num_slots, WIDTH, dtype=BF16).cuda()
+    q = normal(SIZE * count, heads, WIDTH, dtype=BF16).cuda()
+    out = q.new_zeros(SIZE * count, heads, LATENT)
+
+    def layers(plan: Any) -> None:
+        for factor in (1.0, 0.5):
+            out.copy_(backend.absorbed(q * factor, cache, static.queries, scale, plan, LATENT))
+
+    layers(backend.plan(static.batch))
+    layers(planned(backend, static))
+    plan = planned(backend, static)
+    recording = graphs.capture(lambda: layers(plan))
+    for live in (SIZE, 1, 3, 2):
+        static.step(live)
+        q.copy_(normal(*q.shape, dtype=BF16))
+        plan.renew()
+        recording.replay()
+        for i in range(SIZE):
+            tokens, keys = slice(i * count, (i + 1) * count), cache[static.slots(i)].cpu().double()[:, None]
+            keys = keys.expand(-1, heads, -1)
+            close(out[tokens].cpu(), attend(q[tokens].cpu() * 0.5, keys, keys[..., :LATENT], scale), scale=3)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300])

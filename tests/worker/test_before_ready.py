@@ -12,14 +12,15 @@ import torch
 
 from moe_engine.engine.client_api import EngineInfo
 from moe_engine.engine.reporter import StepReporter
+from moe_engine.kernels.step_ladder import PREFIX, ladder
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.scheduler.events import PlanFacts
 from moe_engine.server.metrics import Metrics
-from moe_engine.types import StepResult
+from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.device_stream import make_graphs
-from moe_engine.worker.stub import stub_runner
-from moe_engine.worker.warmup import compile_kernels
+from moe_engine.worker.stub import StubModel, stub_runner
+from moe_engine.worker.warmup import compile_kernels, warm_sizes
 from moe_engine.worker.worker import Worker
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
@@ -42,6 +43,52 @@ def test_every_kernel_that_compiles_is_asked() -> None:
     shapes = StepShapes(64, 512, 128)
     assert compile_kernels(backends, shapes) == 6
     assert linear.asked == experts.asked == [shapes]
+
+
+@pytest.mark.parametrize(("context_len", "largest"), [(64, 40), (2000, 300), (16, 100)])
+def test_steps_of_every_size_class_run_and_leave_nothing(context_len: int, largest: int) -> None:
+    runner = stub_runner(max_rows=11, context_len=context_len)
+    runner.model = StubModel(1024, 11, largest)
+    plans: list[StepPlan] = []
+    execute = runner.execute
+
+    def watch(plan: StepPlan) -> StepResult:
+        plans.append(plan)
+        return execute(plan)
+
+    runner.execute = watch  # type: ignore[method-assign]
+    assert warm_sizes(runner, largest) == len(plans) - 1
+    prompts = [plan for plan in plans if plan.rows and not plan.num_decodes]
+    fresh, behind = ({p.num_tokens for p in prompts if bool(p.starts[0]) == cached} for cached in (False, True))
+    assert fresh >= set(ladder(largest)) and max(fresh) == largest
+    assert behind == {size for size in ladder(largest) if size < context_len - 1}
+    assert {max(p.starts) for p in prompts} <= set(range(PREFIX + 1))
+    decodes = [plan for plan in plans if plan.num_decodes]
+    assert sorted(p.num_decodes for p in decodes) == sorted(2 * ladder(11))
+    assert all(set(plan.slots) <= {0} for plan in plans)
+    assert {row for plan in plans for row in plan.finished_rows} == set(range(11))
+    assert not runner.rows.last_token.any()
+
+
+def test_a_real_engine_answers_as_before_it(tmp_path: Path) -> None:
+    """With drafts: the drafter follows prompts of every size, and forgets them."""
+    path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 4, num_mtp_layers=1)
+    flags = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+    engine = InProcessEngine(
+        path, tmp_path / "board", dtype="float32", cpu_threads=1, max_total_tokens=512, max_running_requests=4,
+        context_length=48, speculative_eagle_topk=1, **flags,
+    )  # fmt: skip
+    script = [Scripted(f"r{i}", list(range(3 + i, 12 + 2 * i)), 6, arrives=i) for i in range(3)]
+    try:
+        expected = {rid: answer.token_ids for rid, answer in engine.run(script).items()}
+        slots = [engine.worker.runner.kv_pool.page_size, None]
+        before = [[part[slice(*slots)].clone() for part in layer] for layer in engine.worker.runner.kv_pool.layers]
+        assert warm_sizes(engine.worker.runner, 70) > 20
+        for layer, kept in zip(engine.worker.runner.kv_pool.layers, before):
+            assert all(torch.equal(part[slice(*slots)], old) for part, old in zip(layer, kept))
+        assert {rid: answer.token_ids for rid, answer in engine.run(script).items()} == expected
+    finally:
+        engine.close()
 
 
 def test_late_compilations_reach_the_state() -> None:

@@ -1,0 +1,92 @@
+"""The head widths that vendor libraries have attention kernels for. Adapters refuse calls by these rules, the tables
+refuse launches by them before anything is loaded. Imports no torch.
+
+Each function returns why not, or None. Legend: N qk_nope, P rotary width, C kv_lora_rank, V v_head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_engine.kernels.device import HeadWidths
+
+Limit = Callable[[HeadWidths], str | None]
+
+FLASHINFER_EXPANDED = ((192, 128), (128, 128), (64, 64), (256, 256))
+"""(N+P, V) that FlashInfer's ragged kernels are generated for."""
+
+FLASHINFER_HEADS = (64, 128, 256)
+FLASHMLA_LATENT, FLASHMLA_ROTARY = 512, 64
+FLASHMLA_RECORD_HEADS = (64, 128)
+"""Query heads that FlashMLA's kernels over FP8 records are built for; fewer are padded."""
+
+FA3_WIDEST = 256
+FA3_MIN_LATENT, FA3_MAX_LATENT, FA3_MAX_ROTARY = 256, 512, 64
+
+
+def flashinfer_absorbed(latent: int, rotary: int) -> str | None:
+    if latent % 128 or rotary % 64:
+        return f"FlashInfer's MLA needs latents of 128 n and rotary widths of 64 n, not {latent} and {rotary}"
+    return None
+
+
+def flashinfer_expanded(key: int, value: int) -> str | None:
+    if (key, value) not in FLASHINFER_EXPANDED:
+        return f"FlashInfer has no kernels for keys of {key} and values of {value}"
+    return None
+
+
+def flashinfer_paged(width: int) -> str | None:
+    if width not in FLASHINFER_HEADS:
+        return f"FlashInfer has no kernels for heads of {width}, but of {', '.join(map(str, FLASHINFER_HEADS))}"
+    return None
+
+
+def flashmla_absorbed(latent: int, rotary: int) -> str | None:
+    if (latent, rotary) != (FLASHMLA_LATENT, FLASHMLA_ROTARY):
+        return f"FlashMLA has kernels for {FLASHMLA_LATENT}+{FLASHMLA_ROTARY} channels, not {latent}+{rotary}"
+    return None
+
+
+def flashmla_records(heads: int) -> str | None:
+    most = FLASHMLA_RECORD_HEADS[-1]
+    return f"FlashMLA reads FP8 records for at most {most} query heads, not {heads}" if heads > most else None
+
+
+def fa3_absorbed(latent: int, rotary: int) -> str | None:
+    """`qv`: the value as a second part of the key. Source: hopper/flash_api.cpp."""
+    fits = FA3_MIN_LATENT <= latent <= FA3_MAX_LATENT and rotary <= FA3_MAX_ROTARY
+    if not fits or latent % 8 or rotary % 8:
+        return f"FlashAttention 3 has no kernels for a latent of {latent} and {rotary} rotary channels"
+    return None
+
+
+def fa3_expanded(key: int, value: int) -> str | None:
+    unequal = (128 < key <= 192 and 96 < value <= 128) or (key <= 64 and value <= 512)
+    if key > FA3_WIDEST or key % 8 or value % 8 or not (key == value or unequal):
+        return f"FlashAttention 3 has no kernels for keys of {key} and values of {value}"
+    return None
+
+
+def fa3_paged(width: int) -> str | None:
+    return fa3_expanded(width, width)
+
+
+def flashinfer_mla(widths: HeadWidths) -> str | None:
+    return flashinfer_absorbed(widths.latent, widths.rotary) or flashinfer_expanded(widths.key, widths.value)
+
+
+def flashinfer_gqa(widths: HeadWidths) -> str | None:
+    return flashinfer_paged(widths.key)
+
+
+def flashmla(widths: HeadWidths) -> str | None:
+    return flashmla_absorbed(widths.latent, widths.rotary)
+
+
+def fa3_mla(widths: HeadWidths) -> str | None:
+    return fa3_absorbed(widths.latent, widths.rotary) or fa3_expanded(widths.key, widths.value)
+
+
+def fa3_gqa(widths: HeadWidths) -> str | None:
+    return fa3_paged(widths.key)

@@ -1,0 +1,24 @@
+"""What a model asks of kernel backends. Imports no torch."""
+
+from __future__ import annotations
+
+from moe_engine.kernels.device import HeadWidths, Need
+from moe_engine.models.config import MLAConfig, ModelConfig
+
+
+def head_widths(model: ModelConfig) -> HeadWidths:
+    """Of its attention; the config's heads are those of one rank, or of all."""
+    attention = model.attention
+    if isinstance(attention, MLAConfig):
+        return HeadWidths(
+            attention.num_heads, 1, attention.qk_head_dim, attention.v_head_dim, attention.kv_lora_rank,
+            attention.qk_rope_head_dim,
+        )  # fmt: skip
+    return HeadWidths(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.head_dim)
+
+
+def need_of_model(
+    model: ModelConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 1, deterministic: bool = False
+) -> Need:
+    """Of a model (its local part, on many ranks) and a launch."""
+    return Need(dtype, kv_dtype, model.attention.kind, page_size, head_widths(model), deterministic)

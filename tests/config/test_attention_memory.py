@@ -1,0 +1,103 @@
+"""What attention backends take beside KV: stated by them, counted by the ledger; who cannot run is refused early."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.explain import explain_text
+from moe_engine.config.launch_plan import prepare
+from moe_engine.config.resolve import ResolvedConfig
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.attention import workspaces
+from moe_engine.kernels.attention.workspaces import MIB, AttentionLoad
+from moe_engine.kernels.device import HeadWidths
+from moe_engine.kernels.vendors import probe
+from tests.config.conftest import SMALL, V3, machine
+
+V3_WIDTHS = HeadWidths(128, 1, 192, 128, 512, 64)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ResolvedConfig]:
+    """A launch on a Hopper with every library installed."""
+    monkeypatch.setattr(probe, "_found", lambda name: True)
+
+    def make(config: dict[str, Any] = V3, capability: tuple[int, int] = (9, 0), **flags: Any) -> ResolvedConfig:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        gpu = dataclasses.replace(machine(1000, 1000, "cuda"), capability=capability)
+        args = EngineArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
+        return prepare(args, gpu)
+
+    return make
+
+
+def workspace(config: ResolvedConfig) -> tuple[int, str]:
+    (row,) = (row for row in config.ledger.rows if row.name == "attention workspace")
+    return row.num_bytes, row.detail
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashmla", "fa3", "triton"])
+def test_the_ledger_counts_what_the_backend_states(prepared: Callable[..., ResolvedConfig], name: str) -> None:
+    flags = {"attention_backend": name, "page_size": 64, "max_running_requests": 256, "context_length": 8192}
+    with_graphs, without = prepared(**flags), prepared(**flags, disable_cuda_graph=True)
+    num_bytes, detail = workspace(with_graphs)
+    assert name in detail and f"{with_graphs.graphs.num_graphs} recorded steps" in detail
+    load = AttentionLoad(256, 1, V3_WIDTHS, 8196 // 64 + 1, with_graphs.graphs.num_graphs, 256)
+    assert num_bytes == getattr(workspaces, name)(load)
+    assert workspace(without)[0] < num_bytes
+    assert with_graphs.max_total_num_tokens < without.max_total_num_tokens
+    assert "attention workspace" in explain_text(with_graphs)
+
+
+def test_none_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
+    assert all(row.name != "attention workspace" for row in resolved().ledger.rows)
+
+
+def test_widths_and_capabilities_are_refused_at_start(prepared: Callable[..., ResolvedConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"--attention-backend flashmla:.*512\+64 channels, not 64\+16"):
+        prepared(SMALL, attention_backend="flashmla", page_size=64)
+    with pytest.raises(ConfigError, match=r"--attention-backend fa3:.*sm_90"):
+        prepared(attention_backend="fa3", capability=(10, 0))
+    assert "triton" in workspace(prepared(SMALL))[1]
+    assert "flashinfer" in workspace(prepared())[1]
+    assert "flashmla" in workspace(prepared(page_size=64))[1]
+
+
+def test_sizes_by_hand() -> None:
+    """The libraries' own formulas, for DeepSeek V3 on one GPU."""
+    eager = AttentionLoad(256, 1, V3_WIDTHS, 128)
+    recorded = dataclasses.replace(eager, graphs=36, recorded=256)
+    result = 4 * 128 * 513  # of one query token
+    assert workspaces.flashmla(eager) == (256 + 160 // 2) * result
+    assert workspaces.flashmla(recorded) == 2 * workspaces.flashmla(eager) + 4 * 256 * 128
+    assert workspaces.flashinfer(recorded) == (128 + (8 + 36) * 8) * MIB + 4 * 256 * 128
+    assert workspaces.fa3(eager) == 256 * MIB
+    assert workspaces.fa3(dataclasses.replace(eager, requests=2)) == 128 * 2 * result
+    assert workspaces.triton(recorded) == 2 * 4 * 160 * 256 * 513
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 31, 256, 5000])
+def test_fa3_is_asked_for_no_more_splits_than_fit(tokens: int) -> None:
+    splits, each = workspaces.fa3_splits(tokens, 128, 512), 4 * tokens * 128 * 513
+    assert splits == 0 or splits == 1 or splits * each <= 256 * MIB
+    assert (splits or workspaces.FA3_MOST_SPLITS) * each <= max(256 * MIB, each)
+    assert (splits == 0) == (tokens <= 7)
+
+
+def test_recorded_gqa_plans_of_flashinfer_may_need_more_than_it_recommends() -> None:
+    """The library's padded number of tiles, each of them for all heads."""
+    assert workspaces.flashinfer_gqa_bytes(64, 4, 32, 8, 128) == 128 * MIB
+    many = workspaces.flashinfer_gqa_bytes(512, 8, 64, 8, 128)
+    assert many >= 512 * 16 * 64 * 129 * 4 > 128 * MIB
+    widths = HeadWidths(64, 8, 128, 128)
+    eager = AttentionLoad(512, 1, widths, 100)
+    recorded = dataclasses.replace(eager, graphs=51, recorded=512)
+    assert workspaces.flashinfer_gqa(recorded) == workspaces.flashinfer(recorded) + many
+    assert workspaces.flashinfer_gqa(eager) == workspaces.flashinfer(eager)
