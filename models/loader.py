@@ -86,6 +86,19 @@ def load_mtp(
     return layers
 
 
+def open_again(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> WeightSource:
+    """The weights of a model that was loaded already, for whoever needs some of them once more. Arguments as
+    `load_model`'s."""
+    return _open(path, config, dtype, device, load_format, False, seed, set)
+
+
 def _open(
     path: str | Path,
     config: ModelConfig,

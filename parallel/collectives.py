@@ -6,6 +6,8 @@ call it in the same order. Tensors travel as bytes, so that every dtype works (g
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +19,8 @@ from torch import Tensor
 from moe_engine.errors import EngineDeadError
 
 Observer = Callable[[str, list[int]], None]
+LOOK_AGAIN = timedelta(milliseconds=50)
+"""How often a wait that may be given up looks whether it was."""
 
 
 class PeerLost(EngineDeadError):
@@ -30,6 +34,8 @@ class Group(Protocol):
     rank: int
     timeout_s: float
     device: torch.device
+    alive: Tensor | None
+    """bool [size] on the device: the ranks that take part, the others were lost; None: all."""
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
@@ -57,6 +63,9 @@ class Group(Protocol):
     def barrier(self) -> None:
         """Returns when every rank has come here."""
 
+    def check(self) -> None:
+        """Raises `PeerLost` if what is under way in the group was given up, because ranks were lost."""
+
 
 class SingleRank:
     """The group of one rank: nothing is sent."""
@@ -64,6 +73,7 @@ class SingleRank:
     size = 1
     rank = 0
     timeout_s = 0.0
+    alive: Tensor | None = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -91,6 +101,9 @@ class SingleRank:
     def barrier(self) -> None:
         return None
 
+    def check(self) -> None:
+        return None
+
 
 class DistributedGroup:
     """A process group of torch.distributed as a `Group`.
@@ -99,10 +112,18 @@ class DistributedGroup:
         process_group: made with `timeout_s`; the default timeout of torch (half an hour) would hide a dead peer.
         device: where the tensors live that travel in it.
         observe: is told the name of every operation and the bytes it sends to each rank (its own included).
+        given_up: when it is set, operations fail wherever they are; None: they can only end.
     """
 
+    alive: Tensor | None = None
+
     def __init__(
-        self, process_group: Any, timeout_s: float, device: torch.device | str = "cpu", observe: Observer | None = None
+        self,
+        process_group: Any,
+        timeout_s: float,
+        device: torch.device | str = "cpu",
+        observe: Observer | None = None,
+        given_up: threading.Event | None = None,
     ) -> None:
         self.size: int = process_group.size()
         self.rank: int = process_group.rank()
@@ -110,6 +131,7 @@ class DistributedGroup:
         self.device = torch.device(device)
         self._process_group = process_group
         self._observe = observe
+        self._given_up = given_up
 
     @classmethod
     def of(
@@ -159,18 +181,52 @@ class DistributedGroup:
     def barrier(self) -> None:
         self._run("barrier", dist.barrier)
 
+    def check(self) -> None:
+        if self._given_up is not None and self._given_up.is_set():
+            raise PeerLost(f"rank {self.rank} of {self.size} gives up: other ranks were lost")
+
     def _tell(self, operation: str, num_bytes: list[int]) -> None:
         if self._observe is not None:
             self._observe(operation, num_bytes)
 
     def _run(self, operation: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
-            call(*args, group=self._process_group, **kwargs)
+            if self._given_up is None:
+                call(*args, group=self._process_group, **kwargs)
+            else:
+                self.check()
+                work = call(*args, group=self._process_group, async_op=True, **kwargs)
+                wait_unless(self._given_up, work, self.timeout_s)
         except RuntimeError as error:  # gloo raises no other type; torch's own derive from it
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerLost(
                 f"{operation} failed on rank {self.rank} of {self.size} (timeout {self.timeout_s:g} s): {reason}"
             ) from error
+
+
+def wait_unless(given_up: threading.Event, work: Any, timeout_s: float) -> None:
+    """Waits for an operation of torch.distributed, which is left alone as soon as `given_up` is set: what it writes to
+    must then not be used any more.
+
+    Raises:
+        RuntimeError: the operation failed, was given up, or took longer than `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        began = time.monotonic()
+        try:
+            work.wait(LOOK_AGAIN)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises again what the operation itself failed with
+                return
+            if time.monotonic() - began < LOOK_AGAIN.total_seconds():
+                raise  # not for want of time
+            if given_up.is_set():
+                raise RuntimeError("given up: other ranks were lost") from None
+            if time.monotonic() > deadline:
+                raise
 
 
 # torch 2.13 renames the two: take the name that is there

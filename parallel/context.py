@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_engine.parallel.collectives import DistributedGroup, Group, Observer, SingleRank
+from moe_engine.parallel.elastic import ElasticWorld
 from moe_engine.parallel.topology import RankLists, Topology
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class ParallelContext:
             ep: those that hold the other experts. node, rails: of its host, and with its place on every host.
         dispatcher: moves tokens to the ranks of their experts; set where `topology.travels`, see `with_dispatcher`.
         decode_tokens: most that a rank brings to its decode mode.
+        elastic: owns the groups where ranks may be lost; None: they are for ever.
         experts: which slot holds which expert; None: rank r of G holds experts r * E/G and on, once each.
     """
 
@@ -51,6 +53,7 @@ class ParallelContext:
     """What is done while tokens travel; None: nothing."""
     process_group: Any = None
     """torch's own of the world, for libraries that want one."""
+    elastic: ElasticWorld | None = None
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if a device gave up a peer during a step whose results have come (see `WatchesPeers`)."""
@@ -148,6 +151,20 @@ def join(
         rails=group(topology.rail_groups(), use="experts"),
         process_group=process_group(everybody, "experts"),
     )
+
+
+def join_elastic(
+    topology: Topology,
+    rank: int,
+    timeout_s: float,
+    device: torch.device | str = "cpu",
+    observe: Observer | None = None,
+) -> ParallelContext:
+    """As `join`, of ranks that may be lost: each has requests and whole layers of its own, so that they meet only where
+    tokens travel to experts."""
+    elastic = ElasticWorld(topology.tp_size, rank, timeout_s, device, ("world", "experts"), observe)
+    groups = elastic.groups
+    return ParallelContext(topology, rank, world=groups["world"], ep=groups["experts"], elastic=elastic)
 
 
 def with_dispatcher(

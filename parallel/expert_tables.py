@@ -69,6 +69,11 @@ class ExpertTables:
         first = self.rank * self.slots_per_rank
         return self._table[layer, first : first + self.slots_per_rank].tolist()
 
+    @property
+    def all_held(self) -> list[list[int]]:
+        """`held` of every layer, MTP layers included."""
+        return [self.held(layer) for layer in range(len(self._table))]
+
     def to_physical(self, layer: int, topk_ids: Tensor) -> Tensor:
         """topk_ids int [T, K] logical -> int32 [T, K] slots."""
         return self._choice.to_physical(layer, topk_ids)

@@ -5,7 +5,7 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -95,10 +95,10 @@ class MoE:
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts
-        self.weights = load_experts(
-            backends.experts, reader, f"{prefix}.experts", moe, hidden, names or ExpertNames(),
-            held_experts(moe, layer_index, parallel), Share.of(parallel.moe_tp),
-        )  # fmt: skip
+        self.stored = StoredExperts(
+            backends.experts, f"{prefix}.experts", moe, hidden, names or ExpertNames(), Share.of(parallel.moe_tp)
+        )
+        self.weights = self.stored.load(reader, held_experts(moe, layer_index, parallel))
         """Of the experts in this rank's slots."""
         self._routed = make_routed_experts(backends.experts, self.weights, parallel)
         share, shared = WHOLE if travels else Share.of(parallel.world), f"{prefix}.shared_experts"
@@ -215,60 +215,78 @@ class Projection(NamedTuple):
     cols: slice | None = None
 
 
-def load_experts(
-    kernel: ExpertsKernel,
-    reader: WeightSource,
-    prefix: str,
-    moe: MoEConfig,
-    hidden: int,
-    names: ExpertNames,
-    held: Sequence[int],
-    part: Share = WHOLE,
-) -> ExpertWeights:
-    """Fills the slots with this rank's `part` of the experts `held`; each is read once, however many slots hold it.
+class StoredExperts:
+    """The experts of a layer where they are stored, and how one rank's `part` of them is put into its slots.
 
     Block-FP8 experts stay as they are stored where the kernel multiplies with them and the part cuts no block; others
     go through one expert's worth of scratch memory (a thread).
     """
-    width, cut = part.width(moe.width), part.cut(moe.width)
-    slots: dict[int, list[int]] = {}
-    for slot, expert in enumerate(held):
-        slots.setdefault(expert, []).append(slot)
-    experts = list(slots)
 
-    def projections(expert: int) -> list[Projection]:
-        """Gate, up and down."""
-        name, wide = f"{prefix}.{expert}", (moe.width, hidden)
-        down = Projection(f"{name}.{names.down}", (hidden, moe.width), cols=cut)
-        return [Projection(f"{name}.{names.gate}", wide, cut), Projection(f"{name}.{names.up}", wide, cut), down]
+    def __init__(
+        self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE
+    ) -> None:
+        self._kernel, self._prefix, self._names = kernel, prefix, names
+        self._num_experts, self._hidden, self._whole = moe.num_experts, hidden, moe.width
+        self._width, self._cut = part.width(moe.width), part.cut(moe.width)
 
-    def scratch() -> tuple[Tensor, Tensor, Tensor]:
-        flat = torch.empty(3, width * hidden, dtype=reader.dtype, device=reader.device)
-        return flat[0].view(width, hidden), flat[1].view(width, hidden), flat[2].view(hidden, width)
+    def load(self, reader: WeightSource, held: Sequence[int]) -> ExpertWeights:
+        """New weights with a slot for each of the experts `held`; each is read once, however many slots hold it."""
+        slots: dict[int, list[int]] = {}
+        for slot, expert in enumerate(held):
+            slots.setdefault(expert, []).append(slot)
+        if self._keeps_blocks(reader, held[0]):
+            assert isinstance(self._kernel, BlockScaledExperts)
+            weights = self._kernel.allocate_blocks(
+                len(held), self._hidden, self._width, reader.device, reader.power_of_two
+            )
+        else:
+            weights = self._kernel.allocate(len(held), self._hidden, self._width, reader.dtype, reader.device)
+        self.fill(reader, weights, slots)
+        for expert in sorted(set(range(self._num_experts)).difference(slots)):
+            for projection in self._projections(expert):
+                reader.skip(f"{projection.name}.weight")
+        return weights
 
-    def load(index: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        for (name, shape, rows, cols), out in zip(projections(experts[index]), parts):
-            reader.linear(name, shape, rows=rows, cols=cols, out=out)
-        for slot in slots[experts[index]]:
-            kernel.load_expert(weights, slot, *parts)
+    def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
+        """Reads experts into the slots that they are to have, by expert."""
+        experts, kernel, width, hidden = list(slots), self._kernel, self._width, self._hidden
 
-    def load_blocks(index: int, nothing: None) -> None:
-        assert isinstance(kernel, BlockScaledExperts)
-        gate, up, down = (
-            reader.blocks(name, shape, rows=rows, cols=cols) for name, shape, rows, cols in projections(experts[index])
+        def scratch() -> tuple[Tensor, Tensor, Tensor]:
+            flat = torch.empty(3, width * hidden, dtype=reader.dtype, device=reader.device)
+            return flat[0].view(width, hidden), flat[1].view(width, hidden), flat[2].view(hidden, width)
+
+        def load(index: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+            for (name, shape, rows, cols), out in zip(self._projections(experts[index]), parts):
+                reader.linear(name, shape, rows=rows, cols=cols, out=out)
+            for slot in slots[experts[index]]:
+                kernel.load_expert(weights, slot, *parts)
+
+        def load_blocks(index: int, nothing: None) -> None:
+            assert isinstance(kernel, BlockScaledExperts)
+            gate, up, down = (
+                reader.blocks(name, shape, rows=rows, cols=cols)
+                for name, shape, rows, cols in self._projections(experts[index])
+            )
+            for slot in slots[experts[index]]:
+                kernel.load_expert_blocks(weights, slot, gate, up, down)
+
+        if self._keeps_blocks(reader, experts[0]):
+            for_each(len(experts), lambda: None, load_blocks)
+        else:
+            for_each(len(experts), scratch, load)
+
+    def _keeps_blocks(self, reader: WeightSource, expert: int) -> bool:
+        return isinstance(self._kernel, BlockScaledExperts) and all(
+            reader.keeps_blocks(name, shape, rows=rows, cols=cols)
+            for name, shape, rows, cols in self._projections(expert)
         )
-        for slot in slots[experts[index]]:
-            kernel.load_expert_blocks(weights, slot, gate, up, down)
 
-    if isinstance(kernel, BlockScaledExperts) and all(
-        reader.keeps_blocks(name, shape, rows=rows, cols=cols) for name, shape, rows, cols in projections(experts[0])
-    ):
-        weights = kernel.allocate_blocks(len(held), hidden, width, reader.device, reader.power_of_two)
-        for_each(len(experts), lambda: None, load_blocks)
-    else:
-        weights = kernel.allocate(len(held), hidden, width, reader.dtype, reader.device)
-        for_each(len(experts), scratch, load)
-    for expert in sorted(set(range(moe.num_experts)).difference(experts)):
-        for projection in projections(expert):
-            reader.skip(f"{projection.name}.weight")
-    return weights
+    def _projections(self, expert: int) -> list[Projection]:
+        """Gate, up and down."""
+        name, names, wide = f"{self._prefix}.{expert}", self._names, (self._whole, self._hidden)
+        down = Projection(f"{name}.{names.down}", (self._hidden, self._whole), cols=self._cut)
+        return [
+            Projection(f"{name}.{names.gate}", wide, self._cut),
+            Projection(f"{name}.{names.up}", wide, self._cut),
+            down,
+        ]

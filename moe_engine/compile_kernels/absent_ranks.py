@@ -21,6 +21,7 @@ class AbsentRanks:
 
     rank = 0
     timeout_s = 0.0
+    alive: Tensor | None = None
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -48,6 +49,9 @@ class AbsentRanks:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+    def check(self) -> None:
+        """Nobody can be lost."""
 
 
 class AbsentPeerMemory:

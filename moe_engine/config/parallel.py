@@ -100,6 +100,12 @@ class ParallelArgs:
     enable_single_batch_overlap: bool = flag(
         False, "Compute the shared expert while tokens travel to the routed ones. Needs a --moe-a2a-backend."
     )
+    elastic_ep: bool = flag(
+        False,
+        "Go on serving when ranks other than the first are lost, as long as the others have slots for every expert "
+        "(--ep-num-redundant-experts): experts move, and requests of the lost go on where they were on other ranks. "
+        "For DP attention with a rank a group, and tokens that travel.",
+    )
     nnodes: int = flag(
         1,
         "Machines that the ranks are spread over evenly; the same command runs on each, with its --node-rank. Left "

@@ -8,10 +8,12 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.cluster_env import ClusterPlace
 from moe_engine.config.decisions import Record
 from moe_engine.config.parallel import ParallelArgs
+from moe_engine.config.resolve_elastic import resolve_elastic
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
+from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
@@ -29,6 +31,7 @@ class ParallelPlan:
         dispatch: the backend that moves tokens to experts and its modes; None where all ranks see all tokens.
         dispatch_fp8: tokens travel in FP8.
         dispatch_tokens: most tokens of a rank in a low-latency dispatch; 0 without one.
+        coverage: of losses that the others go on without; None: a lost rank ends the replica.
     """
 
     topology: Topology = ONE_RANK
@@ -38,6 +41,7 @@ class ParallelPlan:
     dispatch: DispatchChoice | None = None
     dispatch_fp8: bool = False
     dispatch_tokens: int = 0
+    coverage: Coverage | None = None
     start_seconds: float = START_SECONDS
     local_rank: int = 0
     """Above 0 in a launch with several processes a node: its first process starts all ranks, the others leave."""
@@ -116,6 +120,7 @@ def resolve_parallel(
         dispatch=dispatch,
         dispatch_fp8=fp8,
         dispatch_tokens=(flags.max_dispatch_tokens_per_rank or MAX_DISPATCH_TOKENS) if dispatch is not None else 0,
+        coverage=resolve_elastic(args, model, topology, dispatch, device, record),
         start_seconds=float(flags.dist_timeout or START_SECONDS),
         local_rank=place.local_rank if place is not None else 0,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -17,7 +18,7 @@ from moe_engine.engine import messages
 from moe_engine.engine.client_api import EngineInfo, Health, combine
 from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.messages import AddRequest, RequestDelta
-from moe_engine.engine.routing import Router
+from moe_engine.engine.routing import Load, Router
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError, InputError
 
@@ -25,19 +26,48 @@ logger = logging.getLogger("moe_engine")
 
 DRAIN_SECONDS = 10.0
 """For the core to leave once every client has its answer; only a step that nobody waits for can still run."""
+MAX_RESUMES = 3
+"""So often a request goes on elsewhere when its scheduler is lost: one that kills whoever computes it must not have
+them all."""
 
 
 class _Inbox:
     """What has arrived for one request and was not read yet; pieces merge while the reader is slow."""
 
-    __slots__ = ("delta", "error", "event", "lane", "num_tokens")
+    __slots__ = ("cached_tokens", "delta", "error", "event", "lane", "load", "num_tokens", "request", "said")
 
-    def __init__(self, lane: int, num_tokens: int) -> None:
+    def __init__(self, request: AddRequest, lane: int, load: Load) -> None:
         self.event = asyncio.Event()
         self.delta: RequestDelta | None = None
         self.error: str | None = None
-        self.lane = lane
-        self.num_tokens = num_tokens
+        self.request = request
+        self.said: list[int] = []
+        """Tokens that have come: with the prompt, all that another scheduler must know to go on."""
+        self.cached_tokens = 0
+        self.num_tokens = len(request.prompt_ids)
+        self.load = load
+        self.enter(lane, load)
+
+    def enter(self, lane: int, load: Load) -> None:
+        """It is now at this scheduler."""
+        self.lane, self.load = lane, load
+        load.num_requests += 1
+        load.num_tokens += self.num_tokens
+
+    def leave(self) -> None:
+        self.load.num_requests -= 1
+        self.load.num_tokens -= self.num_tokens
+
+    def take(self, delta: RequestDelta) -> None:
+        """News from its scheduler."""
+        count = len(delta.token_ids)
+        self.num_tokens += count
+        self.load.num_tokens += count
+        if self.request.said:  # what the first scheduler said of it stays
+            delta.cached_tokens = self.cached_tokens
+        self.cached_tokens = delta.cached_tokens
+        self.said += delta.token_ids
+        self.put(delta)
 
     def put(self, delta: RequestDelta) -> None:
         if self.delta is None:
@@ -76,11 +106,19 @@ class _Lane:
     """One scheduler: a core process, or an attention group behind it."""
 
     core: CoreProcess
+    group: int
     to_core: zmq.asyncio.Socket
     board: StatusBoard
+    lost: str | None = None
+    """How the group was lost, where its core goes on without it."""
+
+    @property
+    def dead(self) -> str | None:
+        """Why nothing can be sent to it."""
+        return self.core.dead or self.lost
 
     def send(self, message: messages.Message) -> None:
-        if not self.core.dead and not self.to_core.closed:
+        if not self.dead and not self.to_core.closed:
             # A PUSH socket without a high-water mark never blocks, so the returned future is done already.
             self.to_core.send(messages.encode(message))
 
@@ -88,16 +126,17 @@ class _Lane:
 class CoreClient:
     """Implements `client_api.EngineClient` over the ready cores of one or several replicas. Lives on one event loop.
 
-    A replica that dies takes its own requests with it; the others go on.
+    A replica that dies takes its own requests with it; the others go on. Requests of an attention group that is lost
+    alone go on at another: it is told the prompt and the tokens that have come, and the reader only waits.
     """
 
     def __init__(self, cores: CoreProcess | Sequence[CoreProcess], info: EngineInfo, method: str = "auto") -> None:
         self.info = info
         self._cores = [cores] if isinstance(cores, CoreProcess) else list(cores)
         self._lanes = [
-            _Lane(core, _push(address), board)
+            _Lane(core, group, _push(address), board)
             for core in self._cores
-            for address, board in zip(core.to_core_addresses, core.boards)
+            for group, (address, board) in enumerate(zip(core.to_core_addresses, core.boards))
         ]
         self._router = Router(len(self._lanes), method)
         self._inboxes: dict[str, _Inbox] = {}
@@ -119,23 +158,19 @@ class CoreClient:
         number = self._choose(request)
         if len(self._lanes) > 1:
             request.routed_dp_rank = number  # for the answer's meta_info
-        lane, load = self._lanes[number], self._router.loads[number]
-        inbox = self._inboxes[request.rid] = _Inbox(number, len(request.prompt_ids))
-        load.num_requests += 1
-        load.num_tokens += inbox.num_tokens
+        inbox = self._inboxes[request.rid] = _Inbox(request, number, self._router.loads[number])
         finished = False
         try:
-            lane.send(request)
+            self._lanes[number].send(request)
             while not finished:
                 delta = await inbox.get()
                 finished = delta.finish is not None
                 yield delta
         finally:
             self._inboxes.pop(request.rid, None)
-            load.num_requests -= 1
-            load.num_tokens -= inbox.num_tokens
+            inbox.leave()
             if not finished:
-                lane.send(messages.AbortRequest(rid=request.rid, reason="client gone"))
+                self._lanes[inbox.lane].send(messages.AbortRequest(rid=request.rid, reason="client gone"))
 
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
         for lane in self._lanes:
@@ -148,13 +183,13 @@ class CoreClient:
         return await self._call(self._alive()[0], method, args)
 
     def _alive(self) -> list[_Lane]:
-        alive = [lane for lane in self._lanes if not lane.core.dead]
+        alive = [lane for lane in self._lanes if not lane.dead]
         if not alive:
             raise EngineDeadError(self._cause())
         return alive
 
     def _choose(self, request: AddRequest) -> int:
-        able = [number for number, lane in enumerate(self._lanes) if not lane.core.dead]
+        able = [number for number, lane in enumerate(self._lanes) if not lane.dead]
         if not able:
             raise EngineDeadError(self._cause())
         asked = request.routed_dp_rank
@@ -164,7 +199,7 @@ class CoreClient:
             ranks = "one data-parallel rank, 0" if len(self._lanes) == 1 else f"ranks 0 to {len(self._lanes) - 1}"
             raise InputError(f"routed_dp_rank {asked}: this server has {ranks}", field="routed_dp_rank")
         if asked not in able:
-            raise EngineDeadError(self._lanes[asked].core.dead or "")
+            raise EngineDeadError(self._lanes[asked].dead or "")
         return asked
 
     async def _call(self, lane: _Lane, method: str, args: dict[str, Any]) -> Any:
@@ -193,7 +228,7 @@ class CoreClient:
     def stop_stalled(self, stall: Any) -> None:
         """Ends replicas of which `stall(health)` says why they do not move: whoever waits gets the reason."""
         for lane in self._lanes:
-            reason = None if lane.core.dead else stall(_health(lane))
+            reason = None if lane.dead else stall(_health(lane))
             if reason:
                 lane.core.kill(reason)
 
@@ -216,15 +251,18 @@ class CoreClient:
     # -- plumbing
 
     async def _read(self, core: CoreProcess, receiver: zmq.asyncio.Socket) -> None:
+        lanes = [lane for lane in self._lanes if lane.core is core]
         while True:
             message = messages.decode_from_core(await receiver.recv())
             if isinstance(message, messages.StepOutput):
+                if lanes[message.group].lost:
+                    continue  # its last words: its requests are elsewhere already
                 for delta in message.deltas:
                     inbox = self._inboxes.get(delta.rid)
                     if inbox is not None:
-                        inbox.num_tokens += len(delta.token_ids)
-                        self._router.loads[inbox.lane].num_tokens += len(delta.token_ids)
-                        inbox.put(delta)
+                        inbox.take(delta)
+            elif isinstance(message, messages.GroupsLost):
+                self._lost(core, message)
             elif isinstance(message, messages.Reply):
                 _, future = self._calls.get(message.id, (None, None))
                 if future is not None and not future.done():
@@ -235,6 +273,30 @@ class CoreClient:
             elif isinstance(message, messages.CoreFailed):
                 core.note_failure(message.message)
                 self._died(core, core.dead or "")
+
+    def _lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
+        """Groups of a core are gone: their requests go on at those that are left."""
+        gone = [lane for lane in self._lanes if lane.core is core and lane.group in message.groups]
+        for lane in gone:
+            lane.lost = message.message
+        for inbox in list(self._inboxes.values()):
+            if self._lanes[inbox.lane] in gone:
+                self._resume(inbox, message.message)
+        for lane, future in self._calls.values():
+            if lane in gone and not future.done():
+                future.set_exception(EngineDeadError(message.message))
+
+    def _resume(self, inbox: _Inbox, cause: str) -> None:
+        request = inbox.request
+        if request.resumed == MAX_RESUMES:
+            inbox.fail(f"{cause}; this request has lost {MAX_RESUMES + 1} schedulers")
+            return
+        number = self._choose(msgspec.structs.replace(request, routed_dp_rank=None))
+        request.routed_dp_rank, request.said = number, list(inbox.said)
+        request.resumed += 1
+        inbox.leave()
+        inbox.enter(number, self._router.loads[number])
+        self._lanes[number].send(request)
 
     def _died(self, core: CoreProcess, cause: str) -> None:
         for inbox in self._inboxes.values():
@@ -259,14 +321,14 @@ def _push(address: str) -> zmq.asyncio.Socket:
 def _health(lane: _Lane) -> Health:
     status = lane.board.read()
     return Health(
-        alive=lane.core.dead is None,
+        alive=lane.dead is None,
         ready=status.ready,
         last_step=status.step,
         last_step_age=status.step_age,
         silence=status.silence,
-        oldest_queued_age=status.oldest_queued_age,
-        num_running=status.num_running,
-        num_waiting=status.num_waiting,
-        num_used_tokens=status.num_used_tokens,
-        dead=lane.core.dead,
+        oldest_queued_age=0.0 if lane.dead else status.oldest_queued_age,
+        num_running=0 if lane.dead else status.num_running,
+        num_waiting=0 if lane.dead else status.num_waiting,
+        num_used_tokens=0 if lane.dead else status.num_used_tokens,
+        dead=lane.dead,
     )

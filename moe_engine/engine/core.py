@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -35,6 +35,13 @@ from moe_engine.types import (
     StepResult,
     TokenLogprob,
 )
+from moe_engine.worker.rank_group import RanksChanged, Survivors
+
+if TYPE_CHECKING:
+    from moe_engine.worker.expert_recovery import Recovered
+
+Regroup = Callable[[Callable[[], None]], "tuple[Survivors, Recovered]"]
+"""After `RanksChanged`: goes on with the ranks that are left. What it is given it calls from time to time."""
 
 logger = logging.getLogger("moe_engine")
 
@@ -84,13 +91,18 @@ class EngineCore:
         lockstep: Lockstep | None = None,
         first_half: Callable[[StepPlan], int] = lambda plan: 0,
         experts: ExpertCalls | None = None,
+        group: int = 0,
+        regroup: Regroup | None = None,
     ) -> None:
         """
         Args:
-            check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost.
+            check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost, `RanksChanged`
+                when the others go on without it.
             first_half: tokens of a plan's first half, where steps are cut in two.
             lockstep: with the schedulers of the other attention groups, where there are any.
             experts: answers control calls about them.
+            group: attention group that this core serves.
+            regroup: where ranks may be lost.
         """
         self._scheduler = scheduler
         self._worker = worker
@@ -105,23 +117,63 @@ class EngineCore:
         self._lockstep = lockstep
         self._first_half = first_half
         self._experts = experts
+        self._group, self._regroup_ranks = group, regroup
         self._calls: list[tuple[int, Future[Any]]] = []  # begun, not answered yet
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
         self._failures = 0
+        self._ended = False
+        self._last_turn = 0.0
         self._busy = False
         self._step_number = 0
         self._board_written = 0.0
 
     def run(self) -> None:
         """Serves until a `Shutdown`. Raises what makes it impossible to go on; the front end tells all requests."""
+        while not self._ended:
+            try:
+                self._loop()
+            except RanksChanged:
+                self._regroup()
+
+    def _regroup(self) -> None:
+        """Ranks were lost: what ran here waits again, and goes on as soon as those that are left have found each
+        other."""
+        lockstep, since = self._lockstep, self._last_turn
+        assert lockstep is not None and self._regroup_ranks is not None
+        known, alive_before = lockstep.generation, lockstep.alive
+        self._in_flight = None
+        self._publish(self._scheduler.start_over())
+        self._reporter.restart()
+        survivors, recovered = self._regroup_ranks(lambda: self._board.write(last_turn=time.monotonic()))
+        lockstep.regroup(survivors.generation, survivors.alive)
+        if self._group:
+            return
+        losses = "; ".join(survivors.losses[known:])
+        gone = [group for group, alive in enumerate(survivors.alive) if alive_before[group] and not alive]
+        self._port.send(messages.GroupsLost(groups=gone, message=losses))
+        logger.warning(
+            "%s. Serving paused for %.2f s and goes on with %d of %d ranks: %d experts copied, %d read from the "
+            "checkpoint, balancedness of the placement %.3f",
+            losses,
+            time.monotonic() - since,
+            sum(survivors.alive),
+            len(survivors.alive),
+            recovered.copied,
+            recovered.read,
+            recovered.balancedness,
+        )
+
+    def _loop(self) -> None:
         while True:
             self._check()
             idle = self._in_flight is None and self._scheduler.is_idle()
             if self._has_ended(idle):
+                self._ended = True
                 return
             self._note_busy(not idle)
-            self._board.write(last_turn=time.monotonic())
+            self._last_turn = time.monotonic()
+            self._board.write(last_turn=self._last_turn)
             rests = idle and not self._stopping
             patience = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
             for message in self._port.receive(patience if rests else 0.0):
@@ -188,7 +240,7 @@ class EngineCore:
         self._in_flight = None
         try:
             result = future.result()
-        except EngineDeadError:
+        except (EngineDeadError, RanksChanged):
             raise
         except Exception as error:
             self._step_failed(plan, error)
@@ -256,6 +308,8 @@ class EngineCore:
             logprobs=logprobs,
             extra_key=message.extra_key,
             seed=self._seeds.getrandbits(_SEED_BITS) if message.seed is None else message.seed,
+            output_ids=list(message.said),
+            retractions=int(message.resumed),
         )
 
     def _answer_calls(self) -> None:
@@ -277,6 +331,8 @@ class EngineCore:
         if call.method == "internal_state":
             stats = self._scheduler.stats()
             state = asdict(stats) | self._reporter.state() | self._worker_stats()
+            if self._lockstep is not None:
+                state["alive_groups"] = sum(self._lockstep.alive)
             if stats.speculation is not None:
                 state["avg_spec_accept_length"] = stats.speculation.accept_length
                 state["spec_accept_rates"] = stats.speculation.accept_rates
@@ -292,7 +348,7 @@ class EngineCore:
             self._send_deltas(_deltas(events))
 
     def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
-        self._port.send(messages.StepOutput(deltas=deltas))
+        self._port.send(messages.StepOutput(deltas=deltas, group=self._group))
 
     def _note_busy(self, busy: bool) -> None:
         if busy != self._busy:

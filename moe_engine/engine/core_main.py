@@ -103,7 +103,9 @@ def _build(spec: CoreSpec, group: RankGroup | None) -> tuple[EngineCore, ZmqPort
         driver, worker = group.start()
         lockstep = group.lockstep()
         port = ZmqPort(spec.to_core_address, spec.from_core_address, wake=group.mesh_socket)
-        core = make_core(config, driver, worker, port, board, check=group.check, lockstep=lockstep)
+        core = make_core(
+            config, driver, worker, port, board, check=group.check, lockstep=lockstep, regroup=driver.regroup
+        )
         addresses = [port.address, *group.watch.core_addresses[1:]]
     board.write(ready=1, last_turn=time.monotonic())
     return core, port, {**core_info(config, worker), "core_addresses": addresses}

@@ -13,7 +13,7 @@ from moe_engine.config.machine import probe_machine
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.resolve import ResolvedConfig, step_shape
 from moe_engine.config.resolve_parallel import dispatch_tokens
-from moe_engine.engine.core import EngineCore, Port, StepWorker
+from moe_engine.engine.core import EngineCore, Port, Regroup, StepWorker
 from moe_engine.engine.expert_calls import ExpertCalls
 from moe_engine.engine.lockstep import Lockstep
 from moe_engine.engine.reporter import StepReporter
@@ -44,6 +44,8 @@ def make_core(
     *,
     check: Callable[[], None] = lambda: None,
     lockstep: Lockstep | None = None,
+    group: int = 0,
+    regroup: Regroup | None = None,
 ) -> EngineCore:
     """
     Args:
@@ -74,6 +76,8 @@ def make_core(
         experts=ExpertCalls(driver, config.experts.directory),
         check=check,
         lockstep=lockstep,
+        group=group,
+        regroup=regroup,
         first_half=partial(_first_half, config.args.parallel),
     )
 

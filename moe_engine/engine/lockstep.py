@@ -8,7 +8,7 @@ numbered, and a message of a later step waits until its turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -17,14 +17,17 @@ import zmq
 from moe_engine.types import StepFacts, StepPlan
 
 POLL_MS = 50
+GONE = StepFacts(leaving=True)
+"""What a lost group brings."""
 
 
 class Told(msgspec.Struct, array_like=True):
-    """What group `group` brings to step `number`."""
+    """What group `group` brings to step `number` of a generation: steps count anew when groups were lost."""
 
     number: int
     group: int
     facts: StepFacts
+    generation: int = 0
 
 
 class StepMesh:
@@ -40,10 +43,12 @@ class StepMesh:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address)
         self.address: str = self.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
-        self._peers: list[zmq.Socket[bytes]] = []
+        self._generation = 0
+        self._alive = [True] * num_groups
+        self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Told).decode
-        self._told: dict[int, dict[int, StepFacts]] = {}
+        self._told: dict[tuple[int, int], dict[int, StepFacts]] = {}  # by generation and step, by group
 
     def connect(self, addresses: list[str]) -> None:
         """To all schedulers, by group."""
@@ -54,34 +59,42 @@ class StepMesh:
             peer.setsockopt(zmq.SNDHWM, 0)
             peer.setsockopt(zmq.LINGER, 1000)
             peer.connect(address)
-            self._peers.append(peer)
+            self._peers[group] = peer
+
+    def regroup(self, generation: int, alive: Sequence[bool]) -> None:
+        """Goes on with the groups alive. What was told before is forgotten; what others have told already is not."""
+        self._generation, self._alive = generation, list(alive)
+        self._told = {key: told for key, told in self._told.items() if key[0] >= generation}
+        for group in [group for group in self._peers if not alive[group]]:
+            self._peers.pop(group).close(0)
 
     def tell(self, number: int, facts: StepFacts) -> None:
-        self._told.setdefault(number, {})[self.group] = facts
-        message = self._encode(Told(number, self.group, facts))
-        for peer in self._peers:
+        self._told.setdefault((self._generation, number), {})[self.group] = facts
+        message = self._encode(Told(number, self.group, facts, self._generation))
+        for peer in self._peers.values():
             peer.send(message)
 
     def begun(self, number: int) -> bool:
         """Whether another scheduler has told its part of this step."""
         self._receive(0)
-        return bool(self._told.get(number))
+        return bool(self._told.get((self._generation, number)))
 
     def everybody(self, number: int, check: Callable[[], None]) -> tuple[StepFacts, ...]:
-        """All parts of a step, by group; waits for them.
+        """All parts of a step, by group; waits for them. A lost group brings nothing.
 
         Args:
             check: called from time to time; raises when a rank is lost.
         """
-        told = self._told.setdefault(number, {})
-        while len(told) < self.num_groups:
+        key = (self._generation, number)
+        told = self._told.setdefault(key, {})
+        while len(told) < sum(self._alive):
             if not self._receive(POLL_MS):
                 check()
-        del self._told[number]
-        return tuple(told[group] for group in range(self.num_groups))
+        del self._told[key]
+        return tuple(told.get(group, GONE) for group in range(self.num_groups))
 
     def close(self) -> None:
-        for socket in (self.socket, *self._peers):
+        for socket in (self.socket, *self._peers.values()):
             socket.close(1000)
 
     def _receive(self, timeout_ms: int) -> bool:
@@ -92,7 +105,8 @@ class StepMesh:
                 told = self._decode(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return True
-            self._told.setdefault(told.number, {})[told.group] = told.facts
+            if told.generation >= self._generation:
+                self._told.setdefault((told.generation, told.number), {})[told.group] = told.facts
 
 
 class PrefillTurns:
@@ -125,6 +139,15 @@ class Lockstep:
         self._number = 0
         self._turns = PrefillTurns()
         self.last: tuple[StepFacts, ...] = ()
+        self.generation = 0
+        self.alive = [True] * mesh.num_groups
+        """Of all groups, those that were not lost."""
+
+    def regroup(self, generation: int, alive: Sequence[bool]) -> None:
+        """From now on steps are agreed on with the groups alive; they all begin at the first again."""
+        self._mesh.regroup(generation, alive)
+        self._number, self._turns, self.last = 0, PrefillTurns(), ()
+        self.generation, self.alive = generation, list(alive)
 
     def may_prefill(self) -> bool:
         """Whether the next step may hold prompts; the same for every scheduler."""
@@ -143,7 +166,7 @@ class Lockstep:
         self._number += 1
         self._mesh.tell(self._number, facts)
         self.last = self._mesh.everybody(self._number, self._check)
-        self._turns.after(self.last)
+        self._turns.after(tuple(facts for facts, alive in zip(self.last, self.alive) if alive))
         return replace(plan, everybody=self.last)
 
     def all_leave(self) -> bool:

@@ -34,6 +34,10 @@ class AddRequest(Message, tag="add"):
     arrival: float = 0.0
     routed_dp_rank: int | None = None
     """The scheduler that is to serve it; None leaves the choice to the client."""
+    said: list[int] = []
+    """Tokens that it was given by a scheduler that is lost: they are computed again, and generation goes on behind."""
+    resumed: int = 0
+    """How often it has lost its scheduler."""
 
 
 class AbortRequest(Message, tag="abort"):
@@ -81,7 +85,17 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class StepOutput(Message, tag="step"):
+    """`group`: the attention group it comes from."""
+
     deltas: list[RequestDelta]
+    group: int = 0
+
+
+class GroupsLost(Message, tag="lost"):
+    """These attention groups are gone; the core's others go on. `message` says who was lost and how."""
+
+    groups: list[int]
+    message: str
 
 
 class Reply(Message, tag="reply"):
@@ -105,7 +119,7 @@ class CoreFailed(Message, tag="failed"):
 
 
 ToCore = AddRequest | AbortRequest | Call | Shutdown
-FromCore = StepOutput | Reply | CoreReady | CoreFailed
+FromCore = StepOutput | GroupsLost | Reply | CoreReady | CoreFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

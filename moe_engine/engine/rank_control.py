@@ -19,8 +19,8 @@ from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.rank_echo import echoing_rank
 from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.rank_watch import TICK_SECONDS, RankWatch
-from moe_engine.errors import ConfigError, EngineDeadError
-from moe_engine.worker.rank_group import RankLost
+from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError
+from moe_engine.worker.rank_group import RanksChanged, Survivors
 
 logger = logging.getLogger("moe_engine")
 
@@ -70,6 +70,7 @@ class RankControl:
         self._calls: dict[int, RankCall] = {}
         self._call_ids = itertools.count()
         watch.on_verdict(self._fail_calls)
+        watch.on_survivors(self._regroup)
         self._welcome: messages.Welcome | None = None
         self._uninvited: dict[int, bytes] = {}  # by rank: those that have said hello
         self._closing = threading.Event()
@@ -164,7 +165,13 @@ class RankControl:
         elif isinstance(message, messages.Loaded):
             watch.loaded(message.rank, message.kernels, message.core_address, message.step_address)
         elif isinstance(message, messages.Failed):
-            watch.failed(message.rank, message.message, peer_lost=message.peer_lost, config_error=message.config_error)
+            watch.failed(
+                message.rank,
+                message.message,
+                peer_lost=message.peer_lost,
+                config_error=message.config_error,
+                generation=message.generation,
+            )
         elif isinstance(message, messages.Answer):
             self._answered(message)
         elif isinstance(message, messages.Died):
@@ -184,9 +191,9 @@ class RankControl:
             method, future = self._asked.get()
             number = next(self._call_ids)
             self._calls[number] = RankCall(future)
-            for rank in range(1, self._options.size):
-                self._tell(f"rank{rank}".encode(), messages.Run(number, method))
-            if self._options.size == 1:
+            for rank in self._others:
+                self._tell(_identity(rank), messages.Run(number, method))
+            if not self._others:
                 self._calls.pop(number).future.set_result([])
 
     def _answered(self, answer: messages.Answer) -> None:
@@ -198,14 +205,24 @@ class RankControl:
             call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
             return
         call.answers[answer.rank] = answer.value
-        if len(call.answers) == self._options.size - 1:
+        if len(call.answers) == len(self._others):
             del self._calls[answer.id]
-            call.future.set_result([call.answers[rank] for rank in range(1, self._options.size)])
+            call.future.set_result([call.answers[rank] for rank in self._others])
 
-    def _fail_calls(self, verdict: RankLost) -> None:
+    @property
+    def _others(self) -> list[int]:
+        """The ranks beside this one that were not lost."""
+        return [rank for rank, alive in enumerate(self._watch.survivors.alive) if alive and rank]
+
+    def _regroup(self, survivors: Survivors) -> None:
+        self._fail_calls(RanksChanged(f"ranks were lost meanwhile ({survivors.losses[-1]}); ask again"))
+        for rank in self._others:
+            self._tell(_identity(rank), messages.Regroup(survivors))
+
+    def _fail_calls(self, error: MoeEngineError) -> None:
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            call.future.set_exception(verdict)
+            call.future.set_exception(error)
 
     def _invite_those_that_can_come(self) -> None:
         if self._welcome is None or not self._uninvited:
@@ -224,3 +241,7 @@ class RankControl:
 
     def _tell(self, identity: bytes, message: messages.ToRank) -> None:
         self._socket.send_multipart([identity, messages.encode(message)])
+
+
+def _identity(rank: int) -> bytes:
+    return f"rank{rank}".encode()

@@ -16,8 +16,9 @@ from moe_engine.engine.lockstep import Lockstep, StepMesh
 from moe_engine.engine.rank_control import RankControl
 from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.rank_process import LocalRanks
+from moe_engine.engine.rank_survival import RankSurvival
 from moe_engine.engine.rank_watch import RankWatch
-from moe_engine.engine.rank_world import join_world, open_store, quieten_torch
+from moe_engine.engine.rank_world import RankWorld, open_store, quieten_torch
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import ConfigError
 from moe_engine.worker.plan_channel import PlanSender
@@ -49,7 +50,8 @@ class RankGroup:
         self._options = options
         self._progress = Progress(lambda: "starting")
         host = socket.gethostname()
-        self.watch = RankWatch(options.places, options.limits, self._progress.position, (host, os.getpid()))
+        own = host, os.getpid()
+        self.watch = RankWatch(options.places, options.limits, self._progress.position, own, options.coverage)
         self._lost = threading.Event()
         self.watch.on_verdict(lambda verdict: self._lost.set())
         folder = spec.board_path.parent
@@ -67,6 +69,9 @@ class RankGroup:
         self._sender = PlanSender(plans)
         self._mesh = StepMesh(0, options.num_groups, steps) if options.num_groups > 1 else None
         self._ranks = LocalRanks(config, options, control, self.watch.died, log_level, spec)
+        self.watch.on_survivors(
+            lambda survivors: self._ranks.end(rank for rank, alive in enumerate(survivors.alive) if not alive)
+        )
         self._worker: RankGroupWorker | None = None
 
     @property
@@ -93,8 +98,16 @@ class RankGroup:
             self._raise()
         self.watch.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
-        self._worker = RankGroupWorker(prepared[0], self._sender, self.watch, self._progress, self._control.call_all)
-        return self._worker, prepared[0]
+        own = prepared[0]
+        self._worker = RankGroupWorker(
+            own,
+            self._sender,
+            self.watch,
+            self._progress,
+            self._control.call_all,
+            regroups=RankSurvival.of(self._world, own) if self._options.size > 1 else None,
+        )
+        return self._worker, own
 
     def lockstep(self) -> Lockstep | None:
         """With the schedulers of the other groups, after `start`; None with a single group."""
@@ -109,7 +122,7 @@ class RankGroup:
         return None if self._mesh is None else self._mesh.socket
 
     def check(self) -> None:
-        """Raises `RankLost` when a rank is lost."""
+        """Raises `RankLost` when a rank is lost, `RanksChanged` where the others go on."""
         if self._worker is not None:
             self._worker.check()
 
@@ -153,11 +166,11 @@ class RankGroup:
                 options.leader_host,
                 self._store.port,
                 self.watch.describe(0),
-                options.generation,
                 self._front_address,
             )
         )
-        join_world(options, options.places[0], options.leader_host, self._store.port, self._store)
+        self._world = RankWorld(options, options.places[0], options.leader_host, self._store.port, self._store)
+        self._world.join()
 
     def _advertised(self, address: str) -> str:
         return address if self._options.leader_address is None else self._options.leader_advertised(address)

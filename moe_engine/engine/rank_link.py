@@ -18,7 +18,7 @@ from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.rank_echo import start_echo
 from moe_engine.engine.rank_options import WatchLimits
 from moe_engine.engine.rank_watch import Silence
-from moe_engine.worker.rank_group import Failure
+from moe_engine.worker.rank_group import Failure, Survivors
 
 BEAT_SECONDS = 0.2
 
@@ -40,6 +40,7 @@ class RankLink:
             after `start_silent`.
         leave: called from the link's thread, once, with the reason why this process must end now.
         run: begins a call that the leader asks for; its future holds the answer.
+        regroup: told, from the link's thread, that ranks were lost and the others go on.
     """
 
     def __init__(
@@ -51,13 +52,14 @@ class RankLink:
         limits: WatchLimits,
         leave: Callable[[str], None],
         run: Callable[[str], Future[Any]] | None = None,
+        regroup: Callable[[Survivors], None] = lambda survivors: None,
     ) -> None:
         self.welcome: Future[messages.Welcome] = Future()
         self.go: Future[messages.Go] = Future()
         self.address = address
         self._identity, self._hello, self._sign = identity, hello, sign
         self._limits, self._leave = limits, leave
-        self._run_call = run
+        self._run_call, self._regroup = run, regroup
         self._leader = f"the leader at {address}"
         self._outbox: queue.SimpleQueue[messages.ToLeader] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -129,6 +131,8 @@ class RankLink:
             self.go.set_result(message)
         elif isinstance(message, messages.Run):
             self._begin(message)
+        elif isinstance(message, messages.Regroup):
+            self._regroup(message.survivors)
         elif isinstance(message, messages.Leave):
             self._leave(message.reason)
 

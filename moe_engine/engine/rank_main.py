@@ -19,7 +19,7 @@ from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.process import read_spec
 from moe_engine.engine.rank_link import RankLink, leave
 from moe_engine.engine.rank_process import RankSpec
-from moe_engine.engine.rank_world import join_world, quieten_torch
+from moe_engine.engine.rank_world import RankWorld, quieten_torch
 from moe_engine.errors import MoeEngineError
 from moe_engine.models import registry
 from moe_engine.worker.plan_channel import PlanReceiver, Stop
@@ -89,7 +89,7 @@ class Follower:
 
     def _prepare(self, welcome: messages.Welcome) -> LocalWorker:
         spec = self._spec
-        join_world(spec.options, spec.place, welcome.store_host, welcome.store_port)
+        RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port).join()
         return spec.options.make_worker(spec.config, spec.place, self._progress)
 
     def _prepared(self, future: Future[LocalWorker]) -> None:

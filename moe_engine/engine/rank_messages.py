@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from moe_engine.worker.rank_group import Survivors
 from moe_engine.worker.rank_progress import Position
 
 
@@ -63,6 +64,8 @@ class Failed(RankMessage, tag="failed"):
     message: str
     peer_lost: bool = False
     config_error: bool = False
+    generation: int = 0
+    """Of the groups that it failed in."""
 
 
 class Died(RankMessage, tag="died"):
@@ -102,7 +105,6 @@ class Welcome(RankMessage, tag="welcome"):
     store_host: str
     store_port: int
     leader: str
-    generation: int = 0
     front_address: str = ""
 
 
@@ -119,6 +121,12 @@ class Run(RankMessage, tag="run"):
     method: str
 
 
+class Regroup(RankMessage, tag="regroup"):
+    """Ranks were lost; those that are left go on."""
+
+    survivors: Survivors
+
+
 class Alive(RankMessage, tag="alive"):
     """The leader's process runs."""
 
@@ -130,7 +138,7 @@ class Leave(RankMessage, tag="leave"):
 
 
 ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | NodeHere
-ToRank = Welcome | Go | Run | Alive | Leave
+ToRank = Welcome | Go | Run | Regroup | Alive | Leave
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.parallel.placement.coverage import Coverage
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class RankGroupOptions:
         collective_timeout: seconds after which a collective gives up that a rank never entered; a rank that died or
             fell silent is found long before by the watch.
         fingerprint: equal on all nodes that were started with the same flags.
+        coverage: set where ranks other than 0 may be lost (``--elastic-ep``): those that are left go on.
     """
 
     size: int
@@ -73,7 +75,7 @@ class RankGroupOptions:
     limits: WatchLimits = field(default_factory=WatchLimits)
     collective_timeout: float = 300.0
     fingerprint: str = ""
-    generation: int = 0
+    coverage: Coverage | None = None
     device: str = "cpu"
     base_device: int = 0
     """GPU of the node's first rank; `device_step` further stands the next rank's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,12 @@ class LocalRanks:
         deadline = time.monotonic() + grace
         for child in self._children.values():
             child.stop(max(0.0, deadline - time.monotonic()))
+
+    def end(self, ranks: Iterable[int]) -> None:
+        """Kills those that were lost: one that only stopped must not come back."""
+        for rank in ranks:
+            if rank in self._children:
+                self._children[rank].kill()
 
     def kill(self) -> None:
         for child in self._children.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,13 +17,14 @@ from moe_engine.engine.core_setup import make_core
 from moe_engine.engine.lockstep import Lockstep, StepMesh
 from moe_engine.engine.rank_link import RankLink, leave
 from moe_engine.engine.rank_process import RankSpec
-from moe_engine.engine.rank_world import join_world, own_address_towards
+from moe_engine.engine.rank_survival import RankSurvival
+from moe_engine.engine.rank_world import RankWorld, own_address_towards
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_port import ZmqPort
 from moe_engine.errors import EngineDeadError
 from moe_engine.worker.plan_channel import PlanSender
-from moe_engine.worker.rank_group import LocalWorker, RankGroupWorker, RankLost, call_one, kernels_of
+from moe_engine.worker.rank_group import LocalWorker, RankGroupWorker, RankLost, Survivors, call_one, kernels_of
 from moe_engine.worker.rank_progress import Progress
 
 LEAVE_SECONDS = 10.0
@@ -53,8 +55,10 @@ class SchedulingRank:
             spec.place.rank, socket.gethostname(), os.getpid(), options.fingerprint, self._sender.address
         )
         self._own: Future[LocalWorker] = Future()
-        name = f"rank{spec.place.rank}"
-        self._link = RankLink(spec.control_address, name, hello, self._sign, options.limits, leave, self._call)
+        name, limits = f"rank{spec.place.rank}", options.limits
+        self._link = RankLink(
+            spec.control_address, name, hello, self._sign, limits, leave, self._call, self._watch.regroup
+        )
 
     def run(self) -> int:
         """Returns the exit code after an orderly end; a lost world ends the process from the link's thread."""
@@ -87,20 +91,38 @@ class SchedulingRank:
         loaded = messages.Loaded(self._place.rank, kernels_of(own), port.address, self._mesh.address)
         self._link.send(loaded)
         self._mesh.connect(self._link.go.result().step_addresses)
-        worker = RankGroupWorker(own, self._sender, self._watch, self._progress)
-        lockstep = Lockstep(self._mesh, check=lambda: None)  # a lost world ends the process
-        core = make_core(spec.config, worker, own, port, self._board, lockstep=lockstep)
+        worker = RankGroupWorker(
+            own,
+            self._sender,
+            self._watch,
+            self._progress,
+            rank=self._place.rank,
+            regroups=RankSurvival.of(self._world, own),
+        )
+        lockstep = Lockstep(self._mesh, worker.check)
+        core = make_core(
+            spec.config,
+            worker,
+            own,
+            port,
+            self._board,
+            check=worker.check,
+            lockstep=lockstep,
+            group=self._place.group,
+            regroup=worker.regroup,
+        )
         self._board.write(ready=1, last_turn=time.monotonic())
         return core, worker, port
 
     def _prepare(self, welcome: messages.Welcome) -> Any:
         spec = self._spec
-        join_world(spec.options, spec.place, welcome.store_host, welcome.store_port)
+        self._world = RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port)
+        self._world.join()
         return spec.options.make_worker(spec.config, spec.place, self._progress)
 
-    def tell_failed(self, message: str, *, peer_lost: bool) -> None:
+    def tell_failed(self, message: str, *, peer_lost: bool, generation: int) -> None:
         """Tells rank 0 of a failed step."""
-        self._link.send(messages.Failed(self._place.rank, message, peer_lost))
+        self._link.send(messages.Failed(self._place.rank, message, peer_lost, generation=generation))
 
     def _call(self, method: str) -> Future[Any]:
         """Calls come when all ranks are ready."""
@@ -112,19 +134,29 @@ class SchedulingRank:
 
 
 class _LinkedWatch:
-    """Implements `worker.rank_group.Watch` by what goes to rank 0, which ends this process if a rank is lost."""
+    """Implements `worker.rank_group.Watch` by what goes to rank 0, which says who is left, or ends this process."""
 
     verdict: RankLost | None = None
 
     def __init__(self, rank: SchedulingRank) -> None:
         self._rank = rank
+        self.survivors = Survivors()
+        self._listeners: list[Callable[[Survivors], None]] = []
 
     def slowest_steps_done(self) -> int:
         return 1 << 60  # the collectives of each step keep the group together
 
-    def failed(self, rank: int, message: str, *, peer_lost: bool) -> None:
-        self._rank.tell_failed(message, peer_lost=peer_lost)
+    def failed(self, rank: int, message: str, *, peer_lost: bool, generation: int = 0) -> None:
+        self._rank.tell_failed(message, peer_lost=peer_lost, generation=generation)
 
     def stepped(self, seconds: float) -> None: ...
 
     def on_verdict(self, listener: Any) -> None: ...
+
+    def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
+        self._listeners.append(listener)
+
+    def regroup(self, survivors: Survivors) -> None:
+        self.survivors = survivors
+        for listener in self._listeners:
+            listener(survivors)

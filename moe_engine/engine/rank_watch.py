@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_engine.engine.rank_options import RankPlace, WatchLimits
-from moe_engine.worker.rank_group import RankLost
+from moe_engine.parallel.placement.coverage import Coverage
+from moe_engine.worker.rank_group import RankLost, Survivors
 from moe_engine.worker.rank_progress import Position
 
 logger = logging.getLogger("moe_engine")
 
 TICK_SECONDS = 0.1
 RECENT_STEPS = 32
+GATHER_SECONDS = 0.15
+"""After a loss, for others that go at the same moment: the ranks that are left regroup once."""
 SUSPECT_SILENT_SECONDS = 0.8
 """Silence enough to be the one, when a collective has failed and so somebody is lost."""
 
@@ -62,12 +65,23 @@ class RankWatch:
     Args:
         position: where rank 0 is, which is this process.
         own: (host, pid) of this process.
+        coverage: where ranks may be lost without a verdict, as long as it covers those that are left.
     """
 
     def __init__(
-        self, places: Sequence[RankPlace], limits: WatchLimits, position: Callable[[], Position], own: tuple[str, int]
+        self,
+        places: Sequence[RankPlace],
+        limits: WatchLimits,
+        position: Callable[[], Position],
+        own: tuple[str, int],
+        coverage: Coverage | None = None,
     ) -> None:
         self.verdict: RankLost | None = None
+        self.survivors = Survivors((True,) * len(places))
+        self._coverage = coverage
+        self._missing: dict[int, str] = {}  # ranks lost since the last announcement, and how
+        self._gathering = Silence()
+        self._on_survivors: list[Callable[[Survivors], None]] = []
         self.config_error = False
         """Whether the verdict is about a flag or a checkpoint, which is for the user to mend."""
         self._limits = limits
@@ -120,10 +134,15 @@ class RankWatch:
     def died(self, rank: int, how: str) -> None:
         """`how` names the process."""
         if not self._ending:
-            self._decide(f"{how} ({self._seen(rank)})")
+            self._lose([rank], f"{how} ({self._seen(rank)})")
 
-    def failed(self, rank: int, message: str, *, peer_lost: bool = False, config_error: bool = False) -> None:
-        """With `peer_lost` the rank at fault is another, which gets time to show; else it is this one."""
+    def failed(
+        self, rank: int, message: str, *, peer_lost: bool = False, config_error: bool = False, generation: int = 0
+    ) -> None:
+        """With `peer_lost` the rank at fault is another, which gets time to show; else it is this one. In groups that
+        were given up since, failing is no news."""
+        if generation != self.survivors.generation or self._missing:
+            return
         if not peer_lost:
             self._decide(f"{self.describe(rank)} failed: {message}", config_error)
             return
@@ -160,8 +179,12 @@ class RankWatch:
     def _scheduler_of(self, group: int) -> RankState:
         return next(state for state in self._ranks if state.place.leads and state.place.group == group)
 
+    @property
+    def _living(self) -> list[RankState]:
+        return [state for state in self._ranks if self.survivors.alive[state.place.rank]]
+
     def slowest_steps_done(self) -> int:
-        return min((state.position.steps_done for state in self._ranks[1:]), default=self._position().steps_done)
+        return min((state.position.steps_done for state in self._living[1:]), default=self._position().steps_done)
 
     def describe(self, rank: int) -> str:
         """``DP0 TP3 (pid 4242 on node7)``."""
@@ -186,6 +209,10 @@ class RankWatch:
         if verdict is not None:
             listener(verdict)
 
+    def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
+        """Calls `listener` each time ranks were lost and the others go on."""
+        self._on_survivors.append(listener)
+
     # -- time
 
     def arm(self) -> None:
@@ -208,11 +235,16 @@ class RankWatch:
             return
         self._moved(self._ranks[0], self._position())
         self._ranks[0].silence.heard()
+        if self._missing:
+            self._gathering.pass_time(elapsed)
+            if self._gathering.seconds >= GATHER_SECONDS:
+                self._announce()
+            return
         if self._suspicion is not None:
             self._suspected.pass_time(elapsed)
             if self._suspected.seconds > self._limits.silent + 1:
                 self._decide_suspicion(*self._suspicion)
-        for state in self._ranks:
+        for state in self._living:
             state.silence.pass_time(elapsed)
             state.still.pass_time(elapsed)
         if self.armed:
@@ -228,7 +260,7 @@ class RankWatch:
 
     def _find_silent(self) -> None:
         limit = self._limits.silent if self._suspicion is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
-        self._decide_silent([state for state in self._ranks if state.silence.seconds > limit])
+        self._decide_silent([state for state in self._living if state.silence.seconds > limit])
 
     def _find_silent_start(self) -> None:
         """Of those that have been there; the others are named while they are waited for."""
@@ -242,26 +274,27 @@ class RankWatch:
 
     def _decide_silent(self, silent: list[RankState]) -> None:
         if silent:
-            names = ", ".join(self.describe(state.place.rank) for state in silent)
-            seconds, seen = silent[0].silence.seconds, self._seen(silent[0].place.rank)
-            self._decide(f"{names} silent for {seconds:.1f} s: stopped, or its machine or link is down ({seen})")
+            ranks = [state.place.rank for state in silent]
+            names = ", ".join(map(self.describe, ranks))
+            seconds, seen = silent[0].silence.seconds, self._seen(ranks[0])
+            self._lose(ranks, f"{names} silent for {seconds:.1f} s: stopped, or its machine or link is down ({seen})")
 
     def _tell_late(self) -> None:
         """Ranks that others are ahead of and that do not move; or, where all stand still together, the step."""
-        limit = max(self._limits.late, self._limits.late_factor * max(self._seconds))
-        front = max(state.position.order for state in self._ranks)
-        if all(state.position.step < 0 and state.position.order == front for state in self._ranks):
-            for state in self._ranks:
+        limit, living = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._living
+        front = max(state.position.order for state in living)
+        if all(state.position.step < 0 and state.position.order == front for state in living):
+            for state in living:
                 state.still.heard()  # at rest
             return
-        still = [state for state in self._ranks if state.still.seconds > limit]
+        still = [state for state in living if state.still.seconds > limit]
         for state in still:
             if state.position.order < front and not state.told:
                 state.told = True
                 name, where = self.describe(state.place.rank), state.position.describe()
                 logger.warning("%s is late: %s, %.1f s", name, where, state.still.seconds)
         leader = self._ranks[0].position
-        together = len(still) == len(self._ranks) and all(state.position.order == front for state in still)
+        together = len(still) == len(living) and all(state.position.order == front for state in still)
         if together and leader.step >= 0 and self._slow_told != leader.step:
             self._slow_told = leader.step
             seconds = min(state.still.seconds for state in still)
@@ -269,8 +302,8 @@ class RankWatch:
 
     def _decide_suspicion(self, rank: int, message: str) -> None:
         """A collective failed and nobody died or fell silent: the rank that is furthest behind did not come to it."""
-        last = min(self._ranks, key=lambda state: state.position.order)
-        if last.position.order < max(state.position.order for state in self._ranks):
+        last = min(self._living, key=lambda state: state.position.order)
+        if last.position.order < max(state.position.order for state in self._living):
             name, where = self.describe(last.place.rank), last.position.describe()
             self._decide(f"{name} did not come along: {where}; on {self._ranks[rank].place.name}: {message}")
         else:
@@ -281,6 +314,41 @@ class RankWatch:
             state.still.heard()
             state.told = False
         state.position = position
+
+    def _lose(self, ranks: Sequence[int], message: str) -> None:
+        """These are gone. A verdict, unless the others can do without."""
+        with self._lock:
+            gone = [rank for rank in ranks if self.survivors.alive[rank] and rank not in self._missing]
+            if not gone:
+                return
+            left = sum(self.survivors.alive) - len(self._missing) - len(gone)
+            if self._coverage is None or not self.armed or 0 in gone:
+                self._decide(message)
+            elif left == 0 or not self._coverage.covers(left):
+                self._decide(f"{message}; {self._uncovered(self._coverage, left)}")
+            else:
+                self._missing |= dict.fromkeys(gone, message)
+                self._gathering.heard()
+
+    def _uncovered(self, coverage: Coverage, left: int) -> str:
+        needed = coverage.redundant_needed(left, len(self._ranks))
+        return (
+            f"{left} of {len(self._ranks)} ranks cannot hold {coverage.num_experts} experts in {coverage.slots} slots "
+            f"each: --ep-num-redundant-experts {needed} would have covered the loss"
+        )
+
+    def _announce(self) -> None:
+        """Those that were lost a moment ago, all at once, to everybody."""
+        with self._lock:
+            alive = tuple(lives and rank not in self._missing for rank, lives in enumerate(self.survivors.alive))
+            lost = "; ".join(dict.fromkeys(self._missing.values()))
+            self._missing, self._suspicion, self._suspected = {}, None, Silence()
+            self.survivors = Survivors(alive, (*self.survivors.losses, lost))
+            for state in self._living:
+                state.position, state.told = Position(), False
+                state.still.heard()
+        for listener in list(self._on_survivors):
+            listener(self.survivors)
 
     def _decide(self, message: str, config_error: bool = False) -> None:
         with self._lock:

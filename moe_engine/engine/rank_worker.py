@@ -39,6 +39,7 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
         limits=WatchLimits(start=plan.start_seconds),
         collective_timeout=COLLECTIVE_SECONDS,
         fingerprint=fingerprint(config),
+        coverage=plan.coverage,
         device=config.device,
         base_device=config.args.parallel.base_gpu_id + config.args.parallel.gpu_id_step * replica * topology.tp_size,
         device_step=config.args.parallel.gpu_id_step,
@@ -50,6 +51,7 @@ def fingerprint(config: ResolvedConfig) -> str:
     plan = config.parallel
     shared = (
         plan.topology,
+        plan.coverage,
         plan.dispatch.row.name if plan.dispatch is not None else "",
         config.model.architecture,
         config.model.num_parameters(),
@@ -67,7 +69,7 @@ def sharded_worker(config: ResolvedConfig, place: RankPlace, progress: Progress)
     """This rank's part of the model; collective over the ranks."""
     import torch
 
-    from moe_engine.parallel.context import SINGLE, join
+    from moe_engine.parallel.context import SINGLE, join, join_elastic
     from moe_engine.worker.expert_setup import with_experts
 
     torch.manual_seed(config.random_seed)
@@ -75,7 +77,8 @@ def sharded_worker(config: ResolvedConfig, place: RankPlace, progress: Progress)
     parallel = SINGLE
     if place.size > 1:
         topology = config.parallel.topology
-        parallel = join(topology, place.rank, COLLECTIVE_SECONDS, place.device, observe=progress.observe)
+        meet = join if config.parallel.coverage is None else join_elastic
+        parallel = meet(topology, place.rank, COLLECTIVE_SECONDS, place.device, observe=progress.observe)
         parallel = with_experts(parallel, config.model, config.experts, place.device)
         parallel = _with_dispatcher(config, parallel)
     worker = make_worker(config, device=place.device, parallel=parallel, progress=place.rank == 0)

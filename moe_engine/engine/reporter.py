@@ -60,6 +60,10 @@ class StepReporter:
         """The oldest planned step brought no result."""
         self._facts.popleft()
 
+    def restart(self) -> None:
+        """The steps planned so far will bring no result."""
+        self._facts.clear()
+
     def idle(self) -> None:
         """Nothing to run: the next interval starts afresh, so that waiting does not count as slowness."""
         if self._tokens:

@@ -50,20 +50,20 @@ class RequestBook:
     # -- entering
 
     def add(self, request: Request, now: float) -> list[RequestEvent]:
-        """See `Scheduler.add`."""
+        """See `Scheduler.add`. One that has run elsewhere already is not refused for want of places."""
         if request.rid in self.live:
             raise InputError(f"rid {request.rid!r} is already in use by a running request", field="rid")
         check_fits(request, self.config)
         events: list[RequestEvent] = []
         limit = self.config.max_queued_requests
-        if limit is not None and len(self.queue) >= limit:
+        if limit is not None and len(self.queue) >= limit and not request.retractions:
             events = self._displace(request, now)
         self._seq += 1
         request.seq = self._seq
         request.queued_at = now
         request.end_ids = end_ids(request)
         self.live[request.rid] = request
-        self.queue.push(request)
+        self.queue.push(request, front=request.retractions > 0)
         return events
 
     def _displace(self, request: Request, now: float) -> list[RequestEvent]:
@@ -131,6 +131,22 @@ class RequestBook:
             request.retractions += 1
             self.queue.push(request, front=True)
         self.drop_left()
+
+    def start_over(self) -> None:
+        """All that run wait again, in the order they came, with nothing of theirs computed: the cache is lost."""
+        running = sorted((r for r in self.live.values() if r.row >= 0), key=lambda r: r.seq)
+        self.finished_rows += [request.row for request in running]
+        self.num_left += len(running)
+        for request in running:
+            request.row, request.slots, request.num_computed = -1, [], 0
+            request.tree_node, request.num_in_tree = None, 0
+            request.num_in_flight = request.num_maybe = 0
+            request.status = Status.WAITING
+            request.retractions += 1
+            self.queue.push(request, front=True)
+        self.decodes, self.chunked, self.row_writes = [], None, []
+        self.prompt_logprobs.clear()
+        self.memory.reset()
 
     def drop_left(self) -> None:
         """Forgets requests that have no row any more."""

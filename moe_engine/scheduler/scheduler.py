@@ -116,6 +116,22 @@ class Scheduler:
         self._rest_if_idle()
         return events
 
+    def start_over(self) -> list[RequestEvent]:
+        """Forgets steps in flight and the cache; what ran is computed again from the tokens that were told.
+
+        Returns the ends of requests that were to be aborted.
+        """
+        now = self._clock()
+        self._flying.clear()
+        self._to_absorb.clear()
+        events = self.book.end_aborting(now)
+        self.totals.retractions += self.book.num_running
+        self.book.start_over()
+        self.memory.retire(self.memory.step)
+        self._retry_at = self._paused_until = 0
+        self._preempting = False
+        return events
+
     def flush_cache(self) -> bool:
         """Forgets all cached prefixes; only when idle. True if done."""
         book = self.book

@@ -80,6 +80,7 @@ class ControlApi:
         info = self._state.client.info
         internal = await internal_states(self._state)
         throughput = sum(s.get("last_gen_throughput") or 0.0 for s in internal)
+        healths = self._state.client.healths()
         hidden = {name: "***" for name in ("api_key", "admin_api_key") if self._state.settings.server_args.get(name)}
         return json_response(
             plain_floats(
@@ -91,6 +92,8 @@ class ControlApi:
                     "max_req_input_len": info.max_req_input_len,
                     "max_running_requests": info.max_running_requests,
                     "last_gen_throughput": throughput,
+                    "alive_dp_ranks": [rank for rank, health in enumerate(healths) if health.alive],
+                    "lost_dp_ranks": {str(rank): health.dead for rank, health in enumerate(healths) if health.dead},
                     "internal_states": [{**s, "memory_usage": self._memory()} for s in internal],
                     "startup_time": self._state.started_at,
                     "version": version(),

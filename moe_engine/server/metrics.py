@@ -30,6 +30,7 @@ _GAUGES = {
     "utilization": "Running requests over the most that may run.",
     "is_cuda_graph": "Schedulers whose last decode step was replayed from a CUDA graph.",
     "compilations_after_ready": "Kernels compiled while requests could be waiting, since the start.",
+    "num_alive_schedulers": "Data-parallel ranks that were not lost.",
     "max_total_num_tokens": "KV slots.",
     "page_size": "KV slots per page.",
     "context_len": "Longest sequence, tokens.",
@@ -120,13 +121,14 @@ class Metrics:
     def render(self, client: EngineClient, states: Sequence[dict[str, Any]]) -> bytes:
         """The page, gauges fresh from shared memory and the cores' answers."""
         health, info = client.health(), self._info
-        schedulers = len(client.healths())
+        schedulers = max(1, sum(health.alive for health in client.healths()))
         values: dict[str, float] = {
             "num_running_reqs": health.num_running,
             "num_queue_reqs": health.num_waiting,
             "num_used_tokens": health.num_used_tokens,
             "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens * schedulers),
             "utilization": health.num_running / max(1, info.max_running_requests * schedulers),
+            "num_alive_schedulers": schedulers,
             "max_total_num_tokens": info.max_total_num_tokens,
             "page_size": info.page_size,
             "context_len": info.context_len,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,8 +32,8 @@ from moe_engine.parallel.placement.balance import balancedness
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
-from moe_engine.parallel.placement.policies import plan_placement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
+from moe_engine.parallel.placement.survivors import plan_for_survivors
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 
@@ -61,6 +61,8 @@ class Planner:
     """Makes plans beside the steps, on rank 0. `close` waits for the one in work."""
 
     def __init__(self, layout: ExpertLayout, policy: str, executor: Executor) -> None:
+        self.alive = (True,) * layout.num_ranks
+        """The ranks to plan for."""
         self._layout = layout
         self._policy = policy
         self._executor = executor
@@ -70,12 +72,13 @@ class Planner:
         return self._executor.submit(self.plan, counts, current, enough)
 
     def plan(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Plan:
-        before = balancedness(current, counts)
+        alive = self.alive
+        before = balancedness(current.of_ranks(alive), counts)
         if not counts.any() or before > enough:
             return NO_MOVES
-        new = plan_placement(counts, self._layout, self._policy, current, MIN_GAIN)
+        new = plan_for_survivors(counts, self._layout, alive, current, self._policy, MIN_GAIN).placement
         moves = plan_moves(current, new, num_nodes=self._layout.num_nodes)
-        return Plan(encode_moves(moves), before, balancedness(new, counts))
+        return Plan(encode_moves(moves), before, balancedness(new.of_ranks(alive), counts))
 
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
@@ -109,7 +112,7 @@ class ExpertBalance:
         settings: when.
         tables: the placement in force, which this changes.
         recorder: counts, with a window that this empties.
-        transfer: with as many spare slots as layers move at once.
+        make_transfer: with as many spare slots as layers move at once; collective.
         world: all ranks of the model. Operations in it happen between passes, so they cannot meet those of a step.
         planner: asked on rank 0 alone.
         drafts: counts in MTP layers, which are then planned and moved as the model's own layers.
@@ -121,7 +124,7 @@ class ExpertBalance:
         settings: RebalanceSettings,
         tables: ExpertTables,
         recorder: ExpertRecorder,
-        transfer: ExpertTransfer,
+        make_transfer: Callable[[], ExpertTransfer],
         world: Group,
         planner: Planner,
         drafts: DraftCounts | None = None,
@@ -131,7 +134,8 @@ class ExpertBalance:
         self._settings = settings
         self._tables = tables
         self._recorder = recorder
-        self._transfer = transfer
+        self._make_transfer = make_transfer
+        self._transfer = make_transfer()
         self._world = world
         self._planner = planner
         self._drafts = drafts
@@ -153,6 +157,22 @@ class ExpertBalance:
     def close(self) -> None:
         self._planner.close()
 
+    # -- ranks were lost
+
+    def forget(self) -> NDArray[np.int64]:
+        """Leaves the stage that it was in, for ranks may have been at different passes of it. Returns the counts since
+        the last plan, summed over the ranks that are left, as a plan takes them [L, E]; collective among them."""
+        self._planning = None
+        self._waiting.clear()
+        self._under_way = []
+        self._enter(self._count)
+        return self._take_counts()
+
+    def begin_anew(self, alive: Sequence[bool]) -> None:
+        """Balances among the ranks alive from now on; collective among them."""
+        self._planner.alive = tuple(alive)
+        self._transfer = self._make_transfer()
+
     # -- the stages
 
     def _enter(self, stage: Callable[[], None]) -> None:
@@ -162,13 +182,16 @@ class ExpertBalance:
         if self._passes <= self._settings.interval:
             return
         self._log("[EPLBManager] rebalance start")
-        window = self._recorder.take_window()
-        if self._drafts is not None:
-            window = torch.cat([window, self._drafts.take_window()])
-        counts = self._world.all_reduce(window.to(self._world.device)).cpu().numpy()
+        counts = self._take_counts()
         if self._world.rank == 0:
             self._planning = self._planner.submit(counts, self._placement, self._settings.enough)
         self._enter(self._plan)
+
+    def _take_counts(self) -> NDArray[np.int64]:
+        window = self._recorder.take_window()
+        if self._drafts is not None:
+            window = torch.cat([window, self._drafts.take_window()])
+        return self._world.all_reduce(window.to(self._world.device)).cpu().numpy()
 
     def _plan(self) -> None:
         if self._passes % ASK_EVERY:
@@ -203,7 +226,7 @@ class ExpertBalance:
         if self._under_way:
             self._transfer.finish()
             for chunk in self._under_way:
-                self._tables.update_layer(chunk.layer, chunk.table, self._counter_of(chunk.layer))
+                self._tables.update_layer(chunk.layer, chunk.table, self.counter_of(chunk.layer))
         active = [self._waiting.popleft() for _ in range(min(self._settings.layers_at_once, len(self._waiting)))]
         self._under_way = [chunks.popleft() for chunks in active]
         self._waiting.extendleft(chunks for chunks in reversed(active) if chunks)
@@ -247,7 +270,7 @@ class ExpertBalance:
         """Of the layers that move."""
         return self._tables.placement if self._drafts is None else self._tables.whole_placement
 
-    def _counter_of(self, layer: int) -> ExpertRecorder | DraftCounts:
+    def counter_of(self, layer: int) -> ExpertRecorder | DraftCounts:
         if layer < self._tables.num_layers:
             return self._recorder
         assert self._drafts is not None

@@ -20,6 +20,14 @@ class ExpertControl:
         self._recorder = recorder
         self._balance = balance
 
+    @property
+    def recorder(self) -> ExpertRecorder | None:
+        return self._recorder
+
+    @property
+    def balance(self) -> ExpertBalance | None:
+        return self._balance
+
     def start(self) -> bool:
         """Records from the next pass on; False where nothing can be recorded."""
         if self._recorder is not None:

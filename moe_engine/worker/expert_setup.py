@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.expert_tables import ExpertTables
@@ -24,6 +26,7 @@ from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 from moe_engine.worker.expert_balance import ExpertBalance, Planner
 from moe_engine.worker.expert_control import ExpertControl
+from moe_engine.worker.expert_recovery import RankRecovery
 from moe_engine.worker.observed_model import ObservedModel
 from moe_engine.worker.runner import ModelRunner
 
@@ -80,11 +83,43 @@ def attach_experts(
     balance = None
     if settings.rebalance is not None and parallel.ep_size > 1:
         recorder.watch()
-        drafting = {layer.layer_index: layer for layer in mtp.feed_forwards if isinstance(layer, MoE)} if mtp else {}
-        balance = _balance(config, settings, parallel, layers, drafting, kernel, recorder)
+        balance = _balance(config, settings, parallel, layers, _drafting(mtp), kernel, recorder)
         recorder.start()  # as SGLang does: what it sees can be dumped at any time
     runner.model = ObservedModel(runner.model, recorder, balance, log=settings.report_log and parallel.world_rank == 0)
     return ExpertControl(recorder, balance)
+
+
+def make_recovery(
+    model: Model,
+    mtp: MTPLayers | None,
+    config: ModelConfig,
+    settings: ExpertSettings,
+    parallel: ParallelContext,
+    kernel: ExpertsKernel,
+    control: ExpertControl,
+    open_weights: Callable[[], WeightSource],
+) -> RankRecovery | None:
+    """What goes on without ranks that are lost; None where none may be.
+
+    Args:
+        model: itself, not as it is observed; `mtp` drafts for it.
+        open_weights: opens its checkpoint once more.
+
+    Raises:
+        ConfigError: the experts' kernel cannot move them.
+    """
+    if parallel.elastic is None:
+        return None
+    layers = {**moe_layers(model), **_drafting(mtp)}
+    layout = _layout(config, settings, parallel)
+    return RankRecovery(
+        parallel, layers, kernel, layout, settings.policy, open_weights, control.recorder, control.balance
+    )
+
+
+def _drafting(mtp: MTPLayers | None) -> dict[int, MoE]:
+    """MTP layers with experts, by index."""
+    return {layer.layer_index: layer for layer in mtp.feed_forwards if isinstance(layer, MoE)} if mtp else {}
 
 
 def moe_layers(model: Model) -> dict[int, MoE]:
@@ -149,14 +184,21 @@ def _balance(
         for layer in drafting.values():
             layer.count(drafts)
     weights = {index: layer.weights for index, layer in {**layers, **drafting}.items()}
-    memory = SlotMemory(kernel, weights, num_spare=rebalance.layers_at_once)
     groups, world = parallel.topology.ep_groups(), parallel.world
-    link = PeerLink(groups, parallel.world_rank, world.timeout_s, world.device)
+
+    def transfer() -> ExpertTransfer:
+        memory = SlotMemory(kernel, weights, num_spare=rebalance.layers_at_once)
+        if parallel.elastic is not None:
+            link = parallel.elastic.link()
+        else:
+            link = PeerLink(groups, parallel.world_rank, world.timeout_s, world.device)
+        return ExpertTransfer(memory, link, parallel.ep_rank, tables.slots_per_rank)
+
     return ExpertBalance(
         rebalance,
         tables,
         recorder,
-        ExpertTransfer(memory, link, parallel.ep_rank, tables.slots_per_rank),
+        transfer,
         parallel.world,
         Planner(_layout(config, settings, parallel), settings.policy, ThreadPoolExecutor(1, "expert-planner")),
         drafts,

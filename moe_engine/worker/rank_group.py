@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.plan_channel import PlanSender
@@ -21,10 +23,36 @@ from moe_engine.worker.rank_progress import Progress
 
 MAX_AHEAD = 64
 """Steps that the leader may be ahead of its slowest follower; collectives usually keep them within one."""
+REGROUP_POLL_SECONDS = 0.005
 
 
 class RankLost(EngineDeadError):
     """A rank of the group died, hangs or failed; names it and where it was. The group cannot go on."""
+
+
+class Survivors(msgspec.Struct, frozen=True):
+    """Who of a world is left. `losses` says who went and how, time after time."""
+
+    alive: tuple[bool, ...] = ()
+    losses: tuple[str, ...] = ()
+
+    @property
+    def generation(self) -> int:
+        return len(self.losses)
+
+
+class RanksChanged(MoeEngineError):
+    """Ranks were lost, and the others go on without them: what is under way must begin anew."""
+
+
+class Regroups(Protocol):
+    """A rank that can go on without others."""
+
+    def give_up(self) -> None:
+        """What is under way with the lost fails soon. From any thread."""
+
+    def go_on(self, survivors: Survivors) -> Future[Any]:
+        """Collective among them: ready for their steps when done. Queues behind what was given up."""
 
 
 @dataclass(frozen=True)
@@ -80,24 +108,33 @@ class Watch(Protocol):
     """Who knows how the other ranks are."""
 
     verdict: RankLost | None
+    survivors: Survivors
 
     def slowest_steps_done(self) -> int:
         """Steps that every follower has done."""
 
-    def failed(self, rank: int, message: str, *, peer_lost: bool) -> None:
-        """A rank's step raised; with `peer_lost` only because another rank went, whom the watch will find."""
+    def failed(self, rank: int, message: str, *, peer_lost: bool, generation: int = 0) -> None:
+        """A rank's step raised; with `peer_lost` only because another rank went, whom the watch will find. What a rank
+        of an earlier generation says is no news."""
 
     def stepped(self, seconds: float) -> None:
         """How long a step took, for what counts as late."""
 
     def on_verdict(self, listener: Callable[[RankLost], None]) -> None: ...
 
+    def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
+        """Calls `listener` when ranks were lost and the others go on."""
+
 
 class RankGroupWorker:
-    """Implements `core.StepWorker` for rank 0. `execute` and `check` belong to one thread.
+    """Implements `core.StepWorker` for the rank that schedules. `execute`, `check` and `regroup` belong to one thread.
 
     A future fails with `RankLost` the moment the watch has found who is lost, though the local step may hang in a
-    collective for much longer.
+    collective for much longer; with `RanksChanged` where the others go on, who then `regroup`.
+
+    Args:
+        rank: this one's number.
+        regroups: takes this rank to the others that are left; None where no rank may be lost.
     """
 
     def __init__(
@@ -107,7 +144,14 @@ class RankGroupWorker:
         watch: Watch,
         progress: Progress,
         call_others: Callable[[str], Future[list[Any]]] | None = None,
+        *,
+        rank: int = 0,
+        regroups: Regroups | None = None,
     ) -> None:
+        self._rank, self._regroups = rank, regroups
+        self._generation = 0
+        self._first_sequence = 0  # of the steps of this generation
+        self._local: set[Future[StepResult]] = set()  # that run here
         self._worker = worker
         self._call_others = call_others
         self._sender = sender
@@ -116,17 +160,24 @@ class RankGroupWorker:
         self._lock = threading.Lock()
         self._waiting: list[Future[StepResult]] = []
         watch.on_verdict(self._lost)
+        watch.on_survivors(self._changed)
 
     def check(self) -> None:
-        """Raises `RankLost` if a rank is lost; for a core that has nothing to run."""
+        """Raises `RankLost` if a rank is lost, `RanksChanged` if the others go on; for a core that has nothing to
+        run."""
         if self._watch.verdict is not None:
             raise self._watch.verdict
+        if self._watch.survivors.generation != self._generation:
+            raise RanksChanged(self._watch.survivors.losses[-1])
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """The result of a step on rank 0, or the `RankLost` that ended the group."""
         future: Future[StepResult] = Future()
         with self._lock:
             self._waiting.append(future)
+        if self._watch.survivors.generation != self._generation:
+            self._changed(self._watch.survivors)
+            return future
         if (verdict := self._wait_for_followers()) is not None:
             self._lost(verdict)
             return future
@@ -134,8 +185,58 @@ class RankGroupWorker:
         self._progress.begin(plan)
         began = time.monotonic()
         local = self._worker.execute(plan)
-        local.add_done_callback(lambda done: self._ended(done, future, began))
+        self._local.add(local)
+        generation = self._generation
+        local.add_done_callback(lambda done: self._ended(done, future, began, generation))
         return future
+
+    def regroup(self, waiting: Callable[[], None]) -> tuple[Survivors, Any]:
+        """Leaves what was under way and goes on with the ranks that are left, however many are lost meanwhile.
+
+        Args:
+            waiting: called from time to time.
+
+        Returns:
+            Who they are, and what `Regroups.go_on` brought.
+
+        Raises:
+            RankLost: the others cannot go on.
+        """
+        assert self._regroups is not None
+        while True:
+            survivors = self._watch.survivors
+            self._regroups.give_up()
+            for local in list(self._local):
+                self._wait_for(local, survivors, waiting)
+            self._progress.restart()
+            formed = self._regroups.go_on(survivors)
+            self._generation = survivors.generation
+            self._first_sequence = self._sender.sequence
+            self._wait_for(formed, survivors, waiting)
+            error = formed.exception()
+            if error is None and self._watch.survivors is survivors:
+                return survivors, formed.result()
+            if error is not None:
+                failure = Failure.of(error)
+                self._watch.failed(
+                    self._rank, failure.message, peer_lost=failure.peer_lost, generation=survivors.generation
+                )
+            while error is not None and self._watch.survivors is survivors:  # the watch will say what is lost now
+                self._rest(waiting)
+
+    def _wait_for(self, future: Future[Any], survivors: Survivors, waiting: Callable[[], None]) -> None:
+        """Until it has ended, well or badly. Where yet another rank is lost it is given up, and then ends soon."""
+        assert self._regroups is not None
+        while not future.done():
+            self._rest(waiting)
+            if self._watch.survivors is not survivors:
+                self._regroups.give_up()
+
+    def _rest(self, waiting: Callable[[], None]) -> None:
+        if self._watch.verdict is not None:
+            raise self._watch.verdict
+        waiting()
+        time.sleep(REGROUP_POLL_SECONDS)
 
     def call_all(self, method: str) -> Future[list[Any]]:
         """Calls one of `Worker.calls` on every rank of the world; answers in the order of the ranks.
@@ -170,17 +271,18 @@ class RankGroupWorker:
     def _wait_for_followers(self) -> RankLost | None:
         """Until the next plan may be sent, or a rank is lost. A follower that hangs is named by the watch."""
         while (verdict := self._watch.verdict) is None:
-            if self._sender.sequence - self._watch.slowest_steps_done() < MAX_AHEAD:
+            if self._sender.sequence - self._first_sequence - self._watch.slowest_steps_done() < MAX_AHEAD:
                 return None
             time.sleep(0.001)
         return verdict
 
-    def _ended(self, local: Future[StepResult], future: Future[StepResult], began: float) -> None:
+    def _ended(self, local: Future[StepResult], future: Future[StepResult], began: float, generation: int) -> None:
         self._progress.done(local)
+        self._local.discard(local)
         error = local.exception()
         if error is not None:  # the future fails with the verdict on this
             failure = Failure.of(error)
-            self._watch.failed(0, failure.message, peer_lost=failure.peer_lost)
+            self._watch.failed(self._rank, failure.message, peer_lost=failure.peer_lost, generation=generation)
             return
         self._watch.stepped(time.monotonic() - began)
         with self._lock:
@@ -188,8 +290,14 @@ class RankGroupWorker:
                 self._waiting.remove(future)
                 future.set_result(local.result())
 
+    def _changed(self, survivors: Survivors) -> None:
+        self._fail(RanksChanged(survivors.losses[-1]))
+
     def _lost(self, verdict: RankLost) -> None:
+        self._fail(verdict)
+
+    def _fail(self, error: MoeEngineError) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for future in waiting:
-            future.set_exception(verdict)
+            future.set_exception(error)

@@ -70,6 +70,13 @@ class Progress:
         self._operation = operation
         self._operations += 1
 
+    def restart(self) -> None:
+        """All ranks are at the same place again: the steps in work were given up."""
+        with self._lock:
+            self._in_work.clear()
+            self._steps_done = self._operations = 0
+            self._operation = ""
+
     def begin(self, plan: StepPlan) -> None:
         self._in_work.append(plan.number)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -33,7 +34,8 @@ from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig, StepPlan, StepResult
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.expert_control import ExpertControl
-from moe_engine.worker.expert_setup import attach_experts, with_experts
+from moe_engine.worker.expert_recovery import RankRecovery
+from moe_engine.worker.expert_setup import attach_experts, make_recovery, with_experts
 from moe_engine.worker.graph_setup import record_steps
 from moe_engine.worker.kernel_choice import build_backends
 from moe_engine.worker.kv_pool import KVPool, kv_spec
@@ -113,6 +115,7 @@ class Worker:
 
     Args:
         experts: recording of them and their balance.
+        recovery: where other ranks may be lost.
     """
 
     def __init__(
@@ -121,10 +124,12 @@ class Worker:
         thread: ThreadPoolExecutor | None = None,
         info: WorkerInfo | None = None,
         experts: ExpertControl | None = None,
+        recovery: RankRecovery | None = None,
     ) -> None:
         self.runner = runner
         self.info = info or WorkerInfo(kv_bytes=runner.kv_pool.num_bytes)
         self.experts = experts or ExpertControl()
+        self.recovery = recovery
         self._thread = thread or step_thread(runner.stream, None)
         self._collector = ThreadPoolExecutor(1, "worker-results") if runner.stream.asynchronous else None
 
@@ -147,11 +152,11 @@ class Worker:
         stream = DeviceStream(options.device)
         thread = step_thread(stream, options.num_threads)
         try:
-            runner, info, experts = thread.submit(_prepare, options, stream, parallel, progress).result()
+            runner, info, experts, recovery = thread.submit(_prepare, options, stream, parallel, progress).result()
         except BaseException:
             thread.shutdown(wait=False)
             raise
-        return cls(runner, thread, info, experts)
+        return cls(runner, thread, info, experts, recovery)
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """The result of a step, or the `StepError` that ended it."""
@@ -228,9 +233,9 @@ def _prepare(
     stream: DeviceStream,
     parallel: ParallelContext,
     progress: bool,
-) -> tuple[ModelRunner, WorkerInfo, ExpertControl]:
+) -> tuple[ModelRunner, WorkerInfo, ExpertControl, RankRecovery | None]:
     """Everything before READY; runs on the step thread."""
-    from moe_engine.models.loader import load_model
+    from moe_engine.models.loader import load_model, open_again
 
     began = time.perf_counter()
     guard.reset()
@@ -272,23 +277,17 @@ def _prepare(
     )
     draft_bytes = 0
     if speculation is not None:
-        draft_options = DraftOptions(
-            model_path=options.model_path,
-            model_config=config,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            load_format=options.load_format,
-            dummy_seed=options.dummy_seed,
-            progress=progress,
-            deterministic=options.deterministic,
-            draft_config=options.draft_config,
-            draft_backends=kernels_for(options, options.draft_config, regions) if options.draft_config else None,
-        )
+        draft_options = _draft_options(options, dtype, kv_dtype, progress, regions)
         draft_bytes = add_speculation(runner, speculation, draft_options)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     num_graphs = record_steps(runner, options.graphs, progress=progress)
-    experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
+    mtp = mtp_layers(runner)
+    experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp)
+    open_weights = partial(
+        open_again, options.model_path, config, dtype, stream.device, options.load_format, options.dummy_seed
+    )
+    recovery = make_recovery(model, mtp, config, options.experts, parallel, backends.experts, experts, open_weights)
     info = WorkerInfo(
         choices=backends.choices,
         weight_bytes=getattr(model, "weight_bytes", 0)
@@ -301,7 +300,25 @@ def _prepare(
         warmup_seconds=time.perf_counter() - loaded,
     )
     guard.ready()
-    return runner, info, experts
+    return runner, info, experts, recovery
+
+
+def _draft_options(
+    options: WorkerOptions, dtype: torch.dtype, kv_dtype: str, progress: bool, regions: Any
+) -> DraftOptions:
+    draft_config = options.draft_config
+    return DraftOptions(
+        model_path=options.model_path,
+        model_config=options.model_config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        load_format=options.load_format,
+        dummy_seed=options.dummy_seed,
+        progress=progress,
+        deterministic=options.deterministic,
+        draft_config=draft_config,
+        draft_backends=kernels_for(options, draft_config, regions) if draft_config is not None else None,
+    )
 
 
 def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:

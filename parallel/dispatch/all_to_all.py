@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.payload import RecordBuffers, RecordFormat, write_parts
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
-from moe_engine.parallel.dispatch.rows import local_ids, owner_mask, sum_rows
+from moe_engine.parallel.dispatch.rows import local_ids, owner_mask, sum_rows, without_lost
 from moe_engine.parallel.dispatch.workspace import Workspace
 
 
@@ -94,7 +94,8 @@ class StaticAllToAll:
         received, arrived = self._records.take("received", slot, num_rows)
         self._group.all_to_all(received, sent)
 
-        ids = local_ids(arrived.ids, self._group.rank, self._num_local)
+        ids = without_lost(arrived.ids, self._group.alive)
+        ids = local_ids(ids, self._group.rank, self._num_local)
         return Tokens(arrived.data, arrived.scales, ids, arrived.weights), StaticWay(slot, num_tokens)
 
     def collect(self, partial: Tensor, way: StaticWay) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.payload import RecordFormat
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
-from moe_engine.parallel.dispatch.rows import local_ids
+from moe_engine.parallel.dispatch.rows import local_ids, without_lost
 from moe_engine.parallel.dispatch.workspace import Workspace
 
 
@@ -48,7 +48,8 @@ class AllGather:
         self._format.write(tokens, packed[:num_tokens])
         self._format.view(packed[num_tokens:]).ids.fill_(-1)
         arrived = self._format.view(self._group.all_gather(packed).flatten(0, 1))
-        ids = local_ids(arrived.ids, self._group.rank, self._num_local)
+        ids = without_lost(arrived.ids, self._group.alive)
+        ids = local_ids(ids, self._group.rank, self._num_local)
         return Tokens(arrived.data, arrived.scales, ids, arrived.weights), Way(num_tokens, num_rows)
 
     def collect(self, partial: Tensor, way: Way) -> Tensor:

@@ -69,15 +69,28 @@ def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, grou
     sizes: dict[Mode, DispatchShape] = {"normal": shape, "low_latency": decode_shape}
     make = _MAKERS[choice.row.name]
     wanted = list(dict.fromkeys(choice.modes.values()))
-    made = dict(zip(wanted, make(groups, {mode: sizes[mode] for mode in wanted})))
-    return PhasedDispatcher({phase: made[mode] for phase, mode in choice.modes.items()})
+
+    def by_phase() -> dict[Phase, Dispatcher]:
+        made = dict(zip(wanted, make(groups, {mode: sizes[mode] for mode in wanted})))
+        return {phase: made[mode] for phase, mode in choice.modes.items()}
+
+    return PhasedDispatcher(by_phase)
 
 
 class PhasedDispatcher:
-    """The dispatcher of each phase. Every rank of the group must be in the same phase: the step's plan says which."""
+    """The dispatcher of each phase. Every rank of the group must be in the same phase: the step's plan says which.
 
-    def __init__(self, by_phase: dict[Phase, Dispatcher]) -> None:
-        self._by_phase = by_phase
+    Args:
+        make: makes them; collective over the group.
+    """
+
+    def __init__(self, make: Callable[[], dict[Phase, Dispatcher]]) -> None:
+        self._make = make
+        self._by_phase = make()
+
+    def renew(self) -> None:
+        """All is made anew, for the ranks that the group has left; what was under way is forgotten. Collective."""
+        self._by_phase = self._make()
 
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, phase: Phase

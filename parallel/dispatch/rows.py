@@ -66,6 +66,13 @@ def local_ids(ids: Tensor, rank: int, num_local: int) -> Tensor:
     return local.masked_fill_(local.clamp(0, num_local - 1) != local, -1)
 
 
+def without_lost(ids: Tensor, alive: Tensor | None) -> Tensor:
+    """ids [R * M, K] of the rows of R ranks, in their order -> the same, -1 in those of ranks not `alive` [R]."""
+    if alive is None:
+        return ids
+    return torch.where(alive.repeat_interleave(len(ids) // len(alive)).unsqueeze(1), ids, -1)
+
+
 def check_choices(ids: Tensor, num_experts: int) -> None:
     """Refuses what no router should produce. Waits for the device.
 

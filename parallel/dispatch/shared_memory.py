@@ -54,14 +54,16 @@ class SharedMemory:
             self._records.append(tokens.view(rows, -1))
             self._starts.append(starts.view(torch.int64).view(ranks, ranks))
             self._sums.append(sums.view(shape.dtype).view(ranks * rows, shape.hidden))
+        writers = {group.rank, *self._segment.lost}
         for records in self._records:  # what is never written carries no expert
-            self._format.view(self._own(records)).ids.fill_(-1)
+            for rank in writers:
+                self._format.view(self._of(records, rank)).ids.fill_(-1)
         self._turn = [0] * NUM_LIVE
         group.barrier()
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Way]:
         num_tokens = len(tokens.ids)
-        own = self._own(self._records[slot])
+        own = self._of(self._records[slot], self._group.rank)
         self._format.write(tokens, own[:num_tokens])
         self._format.view(own[num_tokens:]).ids.fill_(-1)
         self._turn[slot] += 1
@@ -96,5 +98,5 @@ class SharedMemory:
         number = torch.arange(len(way.mask)).unsqueeze(1) if self._static else way.mask.cumsum(0) - 1
         return sum_rows(sums, torch.where(way.mask, number + bases, -1))
 
-    def _own(self, records: Tensor) -> Tensor:
-        return records[self._group.rank * self._max_tokens :][: self._max_tokens]
+    def _of(self, records: Tensor, rank: int) -> Tensor:
+        return records[rank * self._max_tokens :][: self._max_tokens]

@@ -30,7 +30,7 @@ ALIVE_EVERY = 64  # looks at sleep between two questions whether the peers live
 class SharedSegment:
     """`num_bytes` of zeroed memory common to the group, and `num_flags` counters for each rank.
 
-    Collective to make. Pages cost memory only once they are touched.
+    Collective to make. Pages cost memory only once they are touched. Nobody waits for ranks that the group has `lost`.
 
     Raises:
         OSError: the shared memory is too small for it, or the ranks are on different hosts.
@@ -45,6 +45,8 @@ class SharedSegment:
         memory = mmap.mmap(self._file, head_bytes + num_bytes)
         words = np.frombuffer(memory, dtype=np.int64, count=head_bytes // 8)
         self._flags = words[: num_flags * group.size * LINE // 8 : LINE // 8].reshape(num_flags, group.size)
+        self.lost = [] if group.alive is None else (~group.alive).nonzero().flatten().tolist()
+        self._flags[:, self.lost] = np.iinfo(np.int64).max  # by every rank alike
         self.bytes: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=head_bytes, count=num_bytes)
         group.barrier()  # nobody waits for a rank that has not locked its byte yet
 
@@ -72,6 +74,7 @@ class SharedSegment:
             time.sleep(SLEEP_S)
 
     def _check_peers(self, flags: np.ndarray, value: int, operation: str, waited: float) -> None:
+        self._group.check()
         late = [int(rank) for rank in (flags < value).nonzero()[0]]
         dead = [rank for rank in late if not self._is_alive(rank)]
         if dead:
@@ -92,18 +95,19 @@ def _open_common(group: Group, num_bytes: int) -> int:
     """The same unnamed file on every rank of the group."""
     name = torch.zeros(256, dtype=torch.uint8, device=group.device)
     file = -1
-    if group.rank == 0:
+    first = 0 if group.alive is None else int(group.alive.nonzero()[0])
+    if group.rank == first:
         file, path = tempfile.mkstemp(prefix="moe-engine-", dir=FOLDER)
         os.ftruncate(file, num_bytes)
         name[: len(path)] = torch.tensor(list(path.encode()), dtype=torch.uint8)
-    group.broadcast(name, source=0)
+    group.broadcast(name, source=first)
     path = bytes(name.tolist()).rstrip(b"\0").decode()
     try:
         if file < 0 and os.path.exists(path):
             file = os.open(path, os.O_RDWR)
         missing = sum(group.exchange_ints([int(file < 0)] * group.size))
     finally:
-        if group.rank == 0:
+        if group.rank == first:
             os.unlink(path)
     if missing:
         raise OSError(f"{missing} ranks do not see {path}: shared memory joins ranks of one host")

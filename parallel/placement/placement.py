@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.layout import ExpertLayout
@@ -109,6 +109,11 @@ class ExpertPlacement:
             named = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self.missing[:3])
             raise ConfigError(f"{source}: {len(self.missing)} experts have no slot ({named}); a token may need them")
         return self
+
+    def of_ranks(self, alive: ArrayLike) -> ExpertPlacement:
+        """That of the ranks alive alone, renumbered. `alive`: bool [G]."""
+        kept = self.by_rank[:, np.asarray(alive, dtype=bool)]
+        return ExpertPlacement(kept.reshape(self.num_layers, -1), self.num_experts, kept.shape[1])
 
     def without_ranks(self, alive: NDArray[np.bool_]) -> ExpertPlacement:
         """The same with the slots of dead ranks empty. `alive`: bool [G]."""

@@ -58,9 +58,7 @@ def plan_for_survivors(
     tokens = summed_counts(counts, layout.num_experts)
     if alive.shape != (layout.num_ranks,) or not alive.any():
         raise ConfigError(f"alive ranks {alive.tolist()}: needed is one of {layout.num_ranks} at least")
-    survivors = ExpertPlacement(
-        previous.by_rank[:, alive].reshape(previous.num_layers, -1), layout.num_experts, int(alive.sum())
-    )
+    survivors = previous.of_ranks(alive)
     num_slots = survivors.num_physical
     if num_slots < layout.num_experts:
         table = _hottest(tokens, survivors)

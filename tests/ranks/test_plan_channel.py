@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Spec
 from moe_engine.worker.agreed_sampler import AgreedSampler
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.plan_channel import PlanReceiver, PlanSender, Step, Stop
-from moe_engine.worker.rank_group import MAX_AHEAD, RankGroupWorker, RankLost
+from moe_engine.worker.rank_group import MAX_AHEAD, RankGroupWorker, RankLost, Survivors
 from moe_engine.worker.rank_progress import Progress
 from moe_engine.worker.runner import StepError
 from moe_engine.worker.sampler import SampledRows
@@ -88,19 +89,24 @@ class Watch:
 
     def __init__(self) -> None:
         self.verdict: RankLost | None = None
+        self.survivors = Survivors()
         self.done = 0
         self.failures: list[tuple[int, str, bool]] = []
+        self.regroup: Callable[[Survivors], None] = lambda survivors: None
 
     def slowest_steps_done(self) -> int:
         return self.done
 
-    def failed(self, rank: int, message: str, *, peer_lost: bool) -> None:
+    def failed(self, rank: int, message: str, *, peer_lost: bool, generation: int = 0) -> None:
         self.failures.append((rank, message, peer_lost))
 
     def stepped(self, seconds: float) -> None: ...
 
     def on_verdict(self, listener: object) -> None:
         self.listener = listener
+
+    def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
+        self.regroup = listener
 
     def lose(self) -> None:
         self.verdict = RankLost("TP1 is lost")

@@ -92,6 +92,7 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
         rows = fp8.quantize_rows((silu(gate.double()) * up.double()).float(), arch == 10)
         close(out, fp8.block_product(rows, as_used(down, arch)), scale=4)
 
+
 @pytest.mark.parametrize("n,k", [(100, 128), (128, 192)])
 def test_a_weight_the_library_does_not_serve_becomes_bf16(n, k):
     emulator, gemm = library()

@@ -117,7 +117,7 @@ def test_the_log_line_tells_whether_the_step_was_replayed(caplog: pytest.LogCapt
 
 
 def test_gauges_sum_over_schedulers() -> None:
-    health = SimpleNamespace(num_running=1, num_waiting=0, num_used_tokens=5)
+    health = SimpleNamespace(alive=True, num_running=1, num_waiting=0, num_used_tokens=5)
     client: Any = SimpleNamespace(health=lambda: health, healths=lambda: [health, health])
     info: Any = SimpleNamespace(
         max_total_num_tokens=10, max_running_requests=4, page_size=1, context_len=9, weight_bytes=0, kv_bytes=0
@@ -126,6 +126,7 @@ def test_gauges_sum_over_schedulers() -> None:
     states = [{"is_cuda_graph": 1, "compilations_after_ready": 2}, {"is_cuda_graph": 0, "compilations_after_ready": 1}]
     page = Metrics("m", info).render(client, states).decode()
     values = {line.split("{")[0]: float(line.split()[-1]) for line in page.splitlines() if line[0] != "#"}
+    assert values["sglang:num_alive_schedulers"] == 2
     assert values["sglang:is_cuda_graph"] == 1 and values["sglang:compilations_after_ready"] == 3
 
 

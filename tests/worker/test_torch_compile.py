@@ -51,9 +51,7 @@ def _traced() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "drafts", "regions"), [("deepseek_v3", 2, 6), ("qwen3 drafted by llama", 2, 6)]
-)
+@pytest.mark.parametrize(("kind", "drafts", "regions"), [("deepseek_v3", 2, 6), ("qwen3 drafted by llama", 2, 6)])
 def test_compiled_decodes_make_the_same_tokens(
     kind: str, drafts: int, regions: int, traced_only: None, tmp_path: Path
 ) -> None:

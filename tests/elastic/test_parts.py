@@ -1,0 +1,236 @@
+"""Parts of going on without lost ranks, each by itself: groups, watch, common steps, the front end's log of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.engine import messages
+from moe_engine.engine.lockstep import GONE, Lockstep, StepMesh
+from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
+from moe_engine.engine.rank_watch import RankWatch
+from moe_engine.errors import EngineDeadError
+from moe_engine.parallel.collectives import Group, SingleRank
+from moe_engine.parallel.dispatch.rows import without_lost
+from moe_engine.parallel.elastic import SurvivorGroup
+from moe_engine.parallel.placement.coverage import Coverage
+from moe_engine.types import StepFacts, StepPlan
+from moe_engine.worker.rank_group import Survivors
+from moe_engine.worker.rank_progress import Position
+from tests.many_ranks.test_client import ask, client_of
+
+# -- groups
+
+
+class Threads(SingleRank):
+    """A group of the threads of this process; only what is not made of other operations."""
+
+    def __init__(self, rank: int, desk: list[Any], meet: threading.Barrier) -> None:
+        super().__init__()
+        self.size, self.rank = len(desk), rank
+        self._desk, self._meet = desk, meet
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        self._desk[self.rank] = mine
+        self._meet.wait(10)
+        all_of_them = list(self._desk)
+        self._meet.wait(10)
+        return all_of_them
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_rows: Any = None, x_rows: Any = None) -> None:
+        sizes = [len(x) // self.size] * self.size if x_rows is None else list(x_rows)
+        out.copy_(torch.cat([parts[self.rank] for parts in self._exchange(x.split(sizes))]))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x))
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._exchange(x.clone())[source])
+
+    def exchange_ints(self, values: Any) -> list[int]:
+        return [row[self.rank] for row in self._exchange(list(values))]
+
+
+def on_survivors(alive: list[bool], work: Callable[[Group], Any]) -> dict[int, Any]:
+    """work(group of full size) on a thread for each rank alive; by rank."""
+    places = [rank for rank, lives in enumerate(alive) if lives]
+    desk, meet = [None] * len(places), threading.Barrier(len(places))
+
+    def run(at: int) -> Any:
+        group = SurvivorGroup(SingleRank())
+        group.size, group.rank = len(alive), places[at]
+        group.enter(Threads(at, desk, meet), alive)
+        return work(group)
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        return dict(zip(places, threads.map(run, range(len(places)))))
+
+
+@pytest.mark.parametrize("alive", [[True, False, True, True], [True, False, False, True], [True, False, False, False]])
+def test_a_lost_rank_sends_zeros_and_gets_nothing(alive: list[bool]) -> None:
+    size, generator = len(alive), torch.Generator().manual_seed(3)
+    x = torch.randn(size, size, 2, 3, generator=generator)  # by sender and receiver, two rows each
+    x[[not lives for lives in alive]] = 0
+    places = torch.tensor(alive).nonzero().flatten().tolist()
+
+    def equal(group: Group) -> Tensor:
+        out = torch.full((2 * size, 3), 9.0)
+        group.all_to_all(out, x[group.rank].flatten(0, 1))
+        return out
+
+    def counted(group: Group) -> tuple[list[int], Tensor]:
+        """Rank r sends r + 1 rows to each that lives."""
+        sent = [(group.rank + 1) * lives for lives in alive]
+        arriving = group.exchange_ints(sent)
+        out = torch.empty(sum(arriving), 1)
+        group.all_to_all(out, torch.full((sum(sent), 1), float(group.rank)), arriving, sent)
+        return arriving, out
+
+    for rank, out in on_survivors(alive, equal).items():
+        assert torch.equal(out, x[:, rank].flatten(0, 1))
+    for arriving, out in on_survivors(alive, counted).values():
+        assert arriving == [(rank + 1) * lives for rank, lives in enumerate(alive)]
+        assert out.flatten().tolist() == [float(rank) for rank in places for _ in range(rank + 1)]
+    for gathered in on_survivors(alive, lambda group: group.all_gather(x[group.rank])).values():
+        assert torch.equal(gathered, x)
+    for rank, summed in on_survivors(alive, lambda group: group.reduce_scatter(x[group.rank])).items():
+        torch.testing.assert_close(summed, x[:, rank].sum(0))
+    last = places[-1]
+    for told in on_survivors(alive, lambda group: group.broadcast(x[group.rank].clone(), last)).values():
+        assert torch.equal(told, x[last])
+
+
+def test_ids_of_lost_ranks_name_no_expert() -> None:
+    ids = torch.arange(12, dtype=torch.int32).view(6, 2)  # two rows of each of three ranks
+    assert without_lost(ids, None) is ids
+    masked = without_lost(ids, torch.tensor([True, False, True]))
+    assert masked.tolist() == [[0, 1], [2, 3], [-1, -1], [-1, -1], [8, 9], [10, 11]]
+
+
+# -- the watch
+
+
+class Watched:
+    def __init__(self, coverage: Coverage | None) -> None:
+        places = RankGroupOptions(4, lambda: None, num_groups=4).places
+        self.watch = RankWatch(places, WatchLimits(silent=3.0), Position, ("head", 100), coverage)
+        for rank in range(4):
+            self.watch.joined(rank, "here", 100 + rank)
+            self.watch.loaded(rank, {})
+        self.told: list[Survivors] = []
+        self.watch.on_survivors(self.told.append)
+        self.watch.arm()
+
+    def run(self, seconds: float, silent: tuple[int, ...] = ()) -> None:
+        for _ in range(round(seconds / 0.1)):
+            for rank in {1, 2, 3}.difference(silent):
+                self.watch.beat(rank, Position())
+            self.watch.tick(0.1)
+
+
+def test_losses_of_a_moment_are_told_at_once_and_what_fails_behind_them_is_no_news() -> None:
+    ranks = Watched(Coverage(8, 4))
+    ranks.watch.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
+    ranks.watch.failed(2, "all_to_all failed", peer_lost=True)
+    ranks.watch.died(3, "DP3 TP3 (pid 103) was killed by SIGKILL")
+    assert not ranks.told
+    ranks.run(0.3)
+    (survivors,) = ranks.told
+    assert survivors.alive == (True, False, True, False) and survivors.generation == 1
+    assert "DP1 TP1 (pid 101)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
+    ranks.watch.failed(2, "step 7 failed", peer_lost=False, generation=0)  # what it had under way
+    ranks.run(8.0, silent=(1, 3))  # the lost are not missed again
+    assert ranks.watch.verdict is None and len(ranks.told) == 1
+    ranks.watch.failed(2, "step 9 failed", peer_lost=False, generation=1)
+    assert "step 9 failed" in str(ranks.watch.verdict)
+
+
+def test_a_silent_rank_is_lost_until_experts_have_no_room() -> None:
+    ranks = Watched(Coverage(8, 3))
+    ranks.run(4.0, silent=(2,))
+    assert [survivors.alive for survivors in ranks.told] == [(True, True, False, True)]
+    assert "DP2 TP2 (pid 102) silent for 3." in ranks.told[0].losses[0]
+    ranks.watch.died(1, "DP1 TP1 (pid 101) exited with code 1")
+    verdict = str(ranks.watch.verdict)
+    assert "DP1 TP1 (pid 101) exited with code 1" in verdict
+    assert "2 of 4 ranks cannot hold 8 experts in 3 slots each: --ep-num-redundant-experts 8 would" in verdict
+
+
+def test_without_the_flag_a_loss_ends_all() -> None:
+    ranks = Watched(None)
+    ranks.watch.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
+    assert "SIGKILL" in str(ranks.watch.verdict) and not ranks.told
+
+
+# -- steps
+
+
+def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
+    meshes = [StepMesh(group, 3, f"ipc://{tmp_path}/steps-{group}") for group in range(3)]
+    for mesh in meshes:
+        mesh.connect([other.address for other in meshes])
+    steps = [Lockstep(mesh, lambda: None) for mesh in meshes[:2]]
+    meshes[2].tell(1, StepFacts(num_tokens=9))  # its last words
+    meshes[0].tell(1, StepFacts(num_tokens=8))  # of a step that never was
+
+    def part(group: int) -> list[tuple[StepFacts, ...] | None]:
+        steps[group].regroup(1, [True, True, False])
+        return [steps[group].agree(StepPlan(40 + n), StepFacts(num_tokens=10 * group + n)).everybody for n in range(3)]
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            first, second = threads.map(part, range(2))
+        expected = [(StepFacts(num_tokens=n), StepFacts(num_tokens=10 + n), GONE) for n in range(3)]
+        assert first == second == expected
+    finally:
+        for mesh in meshes:
+            mesh.close()
+
+
+# -- the front end
+
+
+def test_a_request_of_a_lost_group_goes_on_elsewhere_from_what_was_said(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 3) as (client, (core,)):
+            task = ask(client, "r", 4, lane=1)
+            assert (await core.got(1)).said == []
+            core.send(messages.StepOutput([messages.RequestDelta("r", [5, 6], cached_tokens=3)], group=1))
+            core.send(messages.GroupsLost([1], "DP1 TP1 was killed by SIGKILL"))
+            again = await core.got(0)
+            assert (again.rid, again.prompt_ids, again.said, again.resumed) == ("r", [0, 1, 2, 3], [5, 6], 1)
+            core.send(messages.StepOutput([messages.RequestDelta("r", [7])], group=1))  # came too late
+            core.send(messages.StepOutput([messages.RequestDelta("r", [7], None, cached_tokens=6)], group=0))
+            core.send(messages.GroupsLost([0], "DP0 TP0 was killed by SIGKILL"))
+            last = await core.got(2)
+            assert last.said == [5, 6, 7] and last.resumed == 2 and last.routed_dp_rank == 2
+            core.send(messages.StepOutput([messages.RequestDelta("r", [8], {"type": "length", "length": 4})], group=2))
+            assert await task == [5, 6, 7, 8]
+            assert [health.alive for health in client.healths()] == [False, False, True] and client.health().alive
+            with pytest.raises(EngineDeadError, match="DP1 TP1 was killed"):
+                await ask(client, "there", 3, lane=1)
+            assert all(load.num_requests == load.num_tokens == 0 for load in client._router.loads)
+
+    asyncio.run(run())
+
+
+def test_a_request_does_not_take_all_schedulers_with_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 6, method="round_robin") as (client, (core,)):
+            task = ask(client, "poison")
+            for group in range(4):
+                assert (await core.got(group)).resumed == group
+                core.send(messages.GroupsLost([group], f"DP{group} died"))
+            with pytest.raises(EngineDeadError, match="DP3 died; this request has lost 4 schedulers"):
+                await task
+            assert core.nothing_for(4) and core.nothing_for(5)
+
+    asyncio.run(run())
