@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import dispatch_shape
 from moe_engine.parallel.collectives import Group, SingleRank
 from moe_engine.parallel.context import ParallelContext, with_dispatcher
+from moe_engine.parallel.dispatch.build import PhasedDispatcher
+from moe_engine.parallel.dispatch.protocol import Dispatcher, Mode, Phase
 from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.topology import RankLists, Topology
@@ -82,6 +87,36 @@ def first_rank(topology: Topology, device: torch.device) -> ParallelContext:
     )
 
 
+class EvenRoutes:
+    """A `Dispatcher` in normal mode of ranks that do not exist: how many rows arrive is in no tensor without values, so
+    as many do as leave."""
+
+    def __init__(self, num_local: int) -> None:
+        self._num_local = num_local
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, Tensor]:
+        rows = x.new_empty(topk_ids.numel(), x.shape[1])
+        offsets = torch.empty(self._num_local + 1, dtype=torch.int32, device=x.device)
+        return ExpertBatch("grouped", rows, offsets=offsets), x
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: Tensor) -> Tensor:
+        return torch.empty_like(handle)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """One phase of a `PhasedDispatcher`, as a `Dispatcher`."""
+
+    whole: PhasedDispatcher
+    phase: Phase
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, Any]:
+        return self.whole.dispatch(x, topk_ids, topk_weights, self.phase)
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor:
+        return self.whole.combine(rows, topk_weights, handle)
+
+
 def with_exchange(
     parallel: ParallelContext,
     model: ModelConfig,
@@ -90,6 +125,13 @@ def with_exchange(
     max_tokens: int,
     decode_tokens: int,
 ) -> ParallelContext:
-    """The context with the dispatcher of that choice. Raises what a library raises that needs its GPU to exist."""
+    """The context with the dispatcher of that choice; its kernels are those of the low-latency mode, normal mode has
+    none of its own. Raises what a library raises that needs its GPU to exist."""
     shape = dispatch_shape(model, parallel, dtype, max_tokens)
-    return with_dispatcher(parallel, choice, shape, decode_tokens, AbsentPeerMemory())
+    fixed: dict[Phase, Mode] = {phase: mode for phase, mode in choice.modes.items() if mode == "low_latency"}
+    by_phase: dict[Phase, Dispatcher] = {phase: EvenRoutes(shape.num_local) for phase in choice.modes}
+    if fixed:
+        made = with_dispatcher(parallel, replace(choice, modes=fixed), shape, decode_tokens, AbsentPeerMemory())
+        assert made.dispatcher is not None
+        by_phase |= {phase: _Phase(made.dispatcher, phase) for phase in fixed}
+    return replace(parallel, dispatcher=PhasedDispatcher(lambda: by_phase), decode_tokens=decode_tokens)

@@ -156,6 +156,9 @@ class AutoDepth:
         depths = range(self._max + 1)
         speeds = [self._speed(num_requests, num_draftable, depth) for depth in depths]
         best = max(depths, key=speeds.__getitem__)
+        trial = self._worth_a_trial(num_requests, num_draftable, speeds[best] if best else 0.0)
+        if trial:
+            return trial
         self._judge(speeds[best] if best else 0.0, num_requests)
         if not self._awake:
             return 0
@@ -185,6 +188,19 @@ class AutoDepth:
     def _speed(self, num_requests: int, num_draftable: int, depth: int) -> float:
         tokens = num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
         return tokens / self._price.of(num_requests, num_draftable, depth)
+
+    def _worth_a_trial(self, num_requests: int, num_draftable: int, best: float) -> int:
+        """A depth that might pay although none does by the prices known, which for this batch are guesses; else 0."""
+        least, _ = self._price.plain(num_requests)
+        goal = MARGIN * num_requests / least
+        if best > goal:
+            return 0
+        for depth in range(1, self._max + 1):
+            seconds = self._price.at_best(num_requests, num_draftable, depth)
+            tokens = num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
+            if seconds is not None and tokens > goal * seconds:
+                return depth
+        return 0
 
     def _judge(self, best: float, num_requests: int) -> None:
         """Goes to sleep after `PATIENCE` steps in which no depth paid; `best` is the speed with the best."""

@@ -76,6 +76,13 @@ class Curve:
         bucket = _bucket(count)
         return any(len(self._seen.get(b, ())) >= BELIEVED for b in range(bucket - NEAR, bucket + NEAR + 1))
 
+    def below(self, count: int) -> float | None:
+        """The most seconds of any measured count up to this one; None if this one itself was measured often enough."""
+        bucket = _bucket(count)
+        if len(self._seen.get(bucket, ())) >= BELIEVED:
+            return None
+        return max((self._points[b][1] for b in self._order if b <= bucket), default=0.0)
+
     @property
     def is_empty(self) -> bool:
         return not self._seen
@@ -154,6 +161,15 @@ class StepPrice:
         follow = 0.0 if self._follow.is_empty else self._follow.at(tokens)
         level = depth * self._level.at(num_drafting) if depth else 0.0
         return self._forward.at(tokens) + self._setup_of(num_requests) + level + follow
+
+    def at_best(self, num_requests: int, num_drafting: int, depth: int) -> float | None:
+        """Seconds of a step if its forward takes no longer than the largest one measured; None if it was measured."""
+        tokens = self._tokens(num_requests, num_drafting, depth)
+        forward = self._forward.below(tokens)
+        if forward is None:
+            return None
+        follow = 0.0 if self._follow.is_empty else self._follow.below(tokens) or self._follow.at(tokens)
+        return forward + self._setup_of(num_requests) + depth * self._level.at(num_drafting) + follow
 
     def plain(self, num_requests: int) -> tuple[float, float]:
         """Seconds of a plain step: at least, at most; the same where such steps were measured."""

@@ -14,12 +14,13 @@ import pytest
 from tests.e2e.server_process import ServerProcess
 from tests.models.checkpoints import make_checkpoint
 
-LONG = {"temperature": 1.0, "max_new_tokens": 450, "ignore_eos": True}
+LENGTH = 5000  # a second or more of a tiny model: all are running before the first one ends
+LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=11)
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=11, max_position_embeddings=8192)
 
 
 def in_background(server: ServerProcess, count: int) -> tuple[list[threading.Thread], list[object]]:
@@ -67,7 +68,7 @@ def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None
         for thread in threads:
             thread.join(10)
         finish = [a.json()["meta_info"]["finish_reason"] for a in answers]  # type: ignore[attr-defined]
-        assert finish == [{"type": "length", "length": 450}] * 2
+        assert finish == [{"type": "length", "length": LENGTH}] * 2
         assert not psutil.pid_exists(core.pid)
 
 

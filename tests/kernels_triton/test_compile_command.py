@@ -29,8 +29,8 @@ def compile_into(folder: Path, *flags: str) -> tuple[str, dict]:
 
 
 def test_a_launch_finds_everything_that_was_compiled_for_it(tmp_path):
-    """A rank of two; without the products in FP8, which have many forms and are compiled elsewhere."""
-    flags = ("--tp", "2", "--ep", "2", "--linear-backend", "torch")
+    """A rank of two whose tokens travel; without the products in FP8, which have many forms and are compiled elsewhere."""
+    flags = ("--tp", "2", "--ep", "2", "--moe-a2a-backend", "all_to_all", "--linear-backend", "torch")
     _, index = compile_into(tmp_path, *flags)
     names = {kernel["name"] for kernel in index["kernels"]}
     assert {"rms_norm_kernel", "write_latent_kernel", "router_select_kernel", "limits_kernel", "draw_kernel"} <= names
