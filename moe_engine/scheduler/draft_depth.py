@@ -191,8 +191,8 @@ class AutoDepth:
 
     def _worth_a_trial(self, num_requests: int, num_draftable: int, best: float) -> int:
         """A depth that might pay although none does by the prices known, which for this batch are guesses; else 0."""
-        least, _ = self._price.plain(num_requests)
-        goal = MARGIN * num_requests / least
+        _, most = self._price.plain(num_requests)
+        goal = MARGIN * num_requests / most
         if best > goal:
             return 0
         for depth in range(1, self._max + 1):

@@ -163,13 +163,15 @@ class StepPrice:
         return self._forward.at(tokens) + self._setup_of(num_requests) + level + follow
 
     def at_best(self, num_requests: int, num_drafting: int, depth: int) -> float | None:
-        """Seconds of a step if its forward takes no longer than the largest one measured; None if it was measured."""
+        """Seconds of a step if forward and drafting take no longer than the largest ones measured; None if this forward
+        was measured."""
         tokens = self._tokens(num_requests, num_drafting, depth)
         forward = self._forward.below(tokens)
         if forward is None:
             return None
         follow = 0.0 if self._follow.is_empty else self._follow.below(tokens) or self._follow.at(tokens)
-        return forward + self._setup_of(num_requests) + depth * self._level.at(num_drafting) + follow
+        levels = min(depth, max(self.deepest, 1)) * self._level.at(num_drafting)
+        return forward + self._setup_of(num_requests) + levels + follow
 
     def plain(self, num_requests: int) -> tuple[float, float]:
         """Seconds of a plain step: at least, at most; the same where such steps were measured."""

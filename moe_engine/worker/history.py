@@ -58,7 +58,8 @@ class History:
         self._tokens.put(flat, tokens)
         self._lengths.put(rows, lengths)
 
-    def append(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
-        """Rows [D] have computed `lengths` [D] tokens, and tokens [D] stand behind them."""
+    def append(self, rows: Any, lengths: Any, tokens: Any) -> None:
+        """Rows [D] have computed `lengths` [D] tokens, and tokens [D] stand behind them; tensors, or
+        `DeviceStream.arrays`."""
         self._tokens.put(rows * self.width + lengths, tokens)
         self._lengths.put(rows, lengths)

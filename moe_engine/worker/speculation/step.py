@@ -296,7 +296,7 @@ class SpeculativeStep:
         for i in range(plan.num_decodes, len(plan.rows)):
             if not plan.samples[i]:
                 self._history.lengths[plan.rows[i]] = plan.starts[i] + plan.counts[i]
-        self._history.append(sampled.rows_device, self._upload(sampled.lengths), tokens)
+        self._history.append(*self._stream.arrays(sampled.rows_device, self._upload(sampled.lengths), tokens))
 
     def follow(
         self,
