@@ -29,7 +29,7 @@ def compile_into(folder: Path, *flags: str) -> tuple[str, dict]:
 
 
 def test_a_launch_finds_everything_that_was_compiled_for_it(tmp_path):
-    """A rank of two whose tokens travel; without the products in FP8, which have many forms and are compiled elsewhere."""
+    """A rank of two whose tokens travel; without the products in FP8, whose many forms are compiled elsewhere."""
     flags = ("--tp", "2", "--ep", "2", "--moe-a2a-backend", "all_to_all", "--linear-backend", "torch")
     _, index = compile_into(tmp_path, *flags)
     names = {kernel["name"] for kernel in index["kernels"]}
