@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class DummyReader:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        sliced = [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(shape, (rows, cols))]
+        sliced = _sliced(shape, rows, cols)
         if out is None:
             out = torch.empty(sliced, dtype=dtype or self.dtype, device=self.device)
         if "norm" in name:
@@ -91,7 +92,7 @@ class DummyReader:
         cols: slice | None = None,
         out: BlockWeight | None = None,
     ) -> BlockWeight:
-        sliced = [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(shape, (rows, cols))]
+        sliced = _sliced(shape, rows, cols)
         if out is None:
             out = BlockWeight.empty(sliced[0], sliced[1], self.device, self.power_of_two)
         scale = 2.0**-7  # of every block: the numbers use e4m3's range, and its largest is out of reach for any K
@@ -115,3 +116,8 @@ class DummyReader:
             size = min(_POOL - offset, flat.numel() - done)
             flat[done : done + size] = pool[offset : offset + size]
             done, offset = done + size, 0
+
+
+def _sliced(shape: Sequence[int], *cuts: slice | None) -> list[int]:
+    """The shape of what the cuts, one a dimension, leave."""
+    return [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(shape, cuts)]

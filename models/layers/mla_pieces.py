@@ -57,46 +57,45 @@ def cut(
     if prefill is None or not prefill.num_tokens:
         return pieces
     prefill.refuse_tree("expanded")
-    parts = _cut_shared(prefill, backend, max_expanded_tokens)
-    if len(parts) == 1 and parts[0].shared is None and prefill.num_context_tokens <= max_expanded_tokens:
+    runs = _worth_sharing(prefill, backend, max_expanded_tokens)
+    if not runs and prefill.num_context_tokens <= max_expanded_tokens:
         pieces.append(Piece(slice(start, start + prefill.num_tokens), prefill, plan, False))
         return pieces
-    for part in parts:
-        if part.shared is not None:
-            stop = start + part.queries.num_tokens
-            pieces.append(replace(part, tokens=slice(start, stop)))
-            start = stop
-            continue
-        for queries, absorbed in _cut_prefill(part.queries, max_expanded_tokens, max_absorbed_tokens):
-            alone = AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries)
-            stop = start + queries.num_tokens
-            pieces.append(Piece(slice(start, stop), queries, backend.plan(alone), absorbed))
-            start = stop
+    for queries, absorbed, shared in _cut_runs(prefill, runs, backend, max_expanded_tokens, max_absorbed_tokens):
+        alone = AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries)
+        stop = start + queries.num_tokens
+        pieces.append(Piece(slice(start, stop), queries, backend.plan(alone), absorbed, shared))
+        start = stop
     return pieces
 
 
-def _cut_shared(prefill: PagedQueries, backend: MLABackend, limit: int) -> list[Piece]:
-    """Runs of requests that share tokens, if the backend makes use of that and they do not exceed the limit; what lies
-    between them has no plan yet. `tokens` are not set."""
-    parts: list[Piece] = []
+def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> list[SharedRun]:
+    """The runs that the backend makes use of and that do not exceed the limit."""
+    if not isinstance(backend, SharesContext):
+        return []
+    return [
+        run
+        for run in prefill.shared
+        if sum(prefill.context_lens[run.first : run.last]) - (run.last - run.first - 1) * run.length <= limit
+    ]
+
+
+def _cut_runs(
+    prefill: PagedQueries, runs: list[SharedRun], backend: MLABackend, limit: int, max_absorbed: int
+) -> Iterator[tuple[PagedQueries, bool, SharedContext | None]]:
+    """Each run as it is, and what lies between them cut within the limits."""
     start = 0
-
-    def plain(end: int) -> None:
-        if start < end:
-            parts.append(Piece(slice(0), _requests(prefill, start, end), None, False))
-
-    for run in prefill.shared if isinstance(backend, SharesContext) else ():
-        lengths = prefill.context_lens[run.first : run.last]
-        if sum(lengths) - (len(lengths) - 1) * run.length > limit:
-            continue
-        plain(run.first)
-        parts.append(_shared_piece(prefill, run, backend))
+    for run in [*runs, SharedRun(prefill.num_requests, prefill.num_requests, 0)]:
+        if start < run.first:
+            for queries, absorbed in _cut_prefill(_requests(prefill, start, run.first), limit, max_absorbed):
+                yield queries, absorbed, None
+        if run.first < run.last:
+            queries, shared = _share(prefill, run, backend)
+            yield queries, False, shared
         start = run.last
-    plain(prefill.num_requests)
-    return parts
 
 
-def _shared_piece(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> Piece:
+def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[PagedQueries, SharedContext]:
     """The run's shared tokens stand first, then what each request has behind them."""
     queries, length = _requests(prefill, run.first, run.last), run.length
     rows, device = queries.rows.tolist(), queries.rows.device
@@ -113,8 +112,7 @@ def _shared_piece(prefill: PagedQueries, run: SharedRun, backend: MLABackend) ->
     gathered = PagedQueries([1], [first], once[:1], once[:2], once[2:], torch.cat(slots)[None], 1)
     numbers = torch.arange(len(own), dtype=torch.int32, device=device)
     queries = replace(queries, rows=numbers, slot_table=table.to(device), page_size=1)
-    shared = SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
-    return Piece(slice(0), queries, backend.plan(AttentionBatch(None, queries)), False, shared)
+    return queries, SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
 
 
 def _cut_prefill(queries: PagedQueries, limit: int, max_absorbed: int) -> Iterator[tuple[PagedQueries, bool]]:

@@ -156,10 +156,11 @@ class AutoDepth:
         depths = range(self._max + 1)
         speeds = [self._speed(num_requests, num_draftable, depth) for depth in depths]
         best = max(depths, key=speeds.__getitem__)
-        trial = self._worth_a_trial(num_requests, num_draftable, speeds[best] if best else 0.0)
+        drafting = speeds[best] if best else 0.0
+        trial = self._worth_a_trial(num_requests, num_draftable, drafting)
         if trial:
             return trial
-        self._judge(speeds[best] if best else 0.0, num_requests)
+        self._judge(drafting, num_requests)
         if not self._awake:
             return 0
         if self._steps >= self._retry_at:
@@ -186,8 +187,11 @@ class AutoDepth:
         return self._acceptance.num_seen > 16 * PATIENCE
 
     def _speed(self, num_requests: int, num_draftable: int, depth: int) -> float:
-        tokens = num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
-        return tokens / self._price.of(num_requests, num_draftable, depth)
+        return self._tokens(num_requests, num_draftable, depth) / self._price.of(num_requests, num_draftable, depth)
+
+    def _tokens(self, num_requests: int, num_draftable: int, depth: int) -> float:
+        """What a step is expected to bring."""
+        return num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
 
     def _worth_a_trial(self, num_requests: int, num_draftable: int, best: float) -> int:
         """A depth that might pay although none does by the prices known, which for this batch are guesses; else 0."""
@@ -197,8 +201,7 @@ class AutoDepth:
             return 0
         for depth in range(1, self._max + 1):
             seconds = self._price.at_best(num_requests, num_draftable, depth)
-            tokens = num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
-            if seconds is not None and tokens > goal * seconds:
+            if seconds is not None and self._tokens(num_requests, num_draftable, depth) > goal * seconds:
                 return depth
         return 0
 

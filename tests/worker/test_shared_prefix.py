@@ -69,13 +69,13 @@ def test_answers_do_not_depend_on_it(kv_cache_dtype: str, tmp_path: Path, monkey
         for i in range(8)
     ]
     made: list[int] = []
-    original = mla_pieces._shared_piece
+    original = mla_pieces._share
 
-    def counted(prefill: object, run: mla_pieces.SharedRun, backend: object) -> mla_pieces.Piece:
+    def counted(prefill: object, run: mla_pieces.SharedRun, backend: object) -> object:
         made.append(run.last - run.first)
         return original(prefill, run, backend)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(mla_pieces, "_shared_piece", counted)
+    monkeypatch.setattr(mla_pieces, "_share", counted)
     try:
         if not engine.worker.runner.builder._form.shares:
             pytest.skip("no kernel here shares contexts (no C++ compiler)")
