@@ -34,7 +34,7 @@ def cases_of(model_path: str | None, tokens: Sequence[int] | None, only: str) ->
         cases = [*kernel_cases.all_cases(), *attention_cases.attention_cases()]
     else:
         from benchmarks.model_shapes import model_cases
-        from moe_engine.models.config import load_model_config
+        from moe_engine.models.config_file import load_model_config
 
         cases = list(model_cases(load_model_config(Path(model_path)), tokens or (1, 128, 4096)))
     return [case for case in cases if only in case.name]

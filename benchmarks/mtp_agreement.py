@@ -21,7 +21,8 @@ from moe_engine.kernels import backends as kernels
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import activation_dtype, load_model_config
+from moe_engine.models.config import activation_dtype
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model, load_mtp
 
 

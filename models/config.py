@@ -1,4 +1,4 @@
-"""What a model is, read from its config.json: one frozen value for every family. Imports no torch.
+"""What a model is: one frozen value for every family, made by `config_file`. Imports no torch.
 
 Legend: D hidden, H query heads, G KV heads, Dh head width, N qk_nope, R rotary width, V v_head, C kv_lora_rank,
 Q q_lora_rank, E experts, K experts per token, I expert width, L layers.
@@ -6,17 +6,13 @@ Q q_lora_rank, E experts, K experts per token, I expert width, L layers.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.attention import kv_format
-from moe_engine.models import sizes
-from moe_engine.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -182,68 +178,6 @@ class ModelConfig:
         layers = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
         elements = sum(math.prod(part) for part in self.attention.kv_parts(kv_dtype))
         return layers * elements * kv_format.STORED[kv_dtype][1]
-
-    def num_parameters(self, include_mtp: bool = False) -> int:
-        """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""
-        return sizes.num_parameters(self, include_mtp)
-
-    def num_active_parameters(self) -> int:
-        """Parameters that one token meets: K of E experts, the whole head, one row of the embedding (not counted)."""
-        return sizes.num_active_parameters(self)
-
-    def weight_bytes(
-        self,
-        dtype_bytes: int,
-        include_mtp: bool = False,
-        topology: Topology = sizes.ONE_RANK,
-        redundant_experts: int = 0,
-        keeps_fp8: bool = False,
-    ) -> int:
-        """Bytes that one rank holds for the weights: activations' dtype, norms and router in float32, kv_b in both
-        forms. With kernels that keep one copy (the reference rows); with `keeps_fp8` those multiply block FP8 as it
-        is stored."""
-        return sizes.weight_bytes(self, dtype_bytes, include_mtp, topology, redundant_experts, keeps_fp8)
-
-    def largest_step_activation_bytes(
-        self, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None
-    ) -> int:
-        """Upper estimate of what a forward of `num_tokens` tokens holds at once, without KV and weights.
-
-        Args:
-            num_logits: rows of logits kept in float32 (0: none).
-            expanded_tokens: context tokens whose keys and values MLA expands at once; default the layer's own limit.
-        """
-        return sizes.step_activation_bytes(self, num_tokens, dtype_bytes, num_logits, expanded_tokens)
-
-
-def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Reads `path`/config.json (and the eos ids of generation_config.json).
-
-    Args:
-        path: a Hugging Face checkpoint directory, or a config.json.
-        overrides: fields that replace those of the file (--json-model-override-args), nested objects merged.
-
-    Raises:
-        ConfigError: no such file, not JSON, an unsupported architecture, a missing, mistyped or contradictory field.
-    """
-    from moe_engine.models import registry
-    from moe_engine.models.config_fields import Fields, is_whole, merge, read_json, text_fields
-
-    path = Path(path)
-    file = path if path.suffix == ".json" else path / "config.json"
-    original = read_json(file)
-    raw = text_fields(merge(original, overrides or {}))
-    names = raw.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{file}: architectures must be a list of names, found {names!r}")
-    architecture = registry.find(names, raw.get("model_type"), str(file))
-    generation = file.parent / "generation_config.json"
-    defaults = read_json(generation) if generation.is_file() else {}
-    config = architecture.parse(Fields({**raw, "architectures": [architecture.name]}, str(file)), defaults)
-    stored = text_fields(original).get("num_hidden_layers")
-    if overrides and is_whole(stored) and stored != config.num_layers:
-        config = dataclasses.replace(config, file_layers=int(stored))
-    return config
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:

@@ -11,7 +11,8 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.decoder import Decoder, FeedForward
+from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
@@ -58,7 +59,9 @@ class DeepseekModel(Decoder):
         return MLP.dense(self.backends, reader, self.parallel, prefix, config.hidden_size, config.intermediate_size)
 
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
-        return LayerStack.of(self, first_norm)
+        if self.parallel.world_size > 1:
+            return None
+        return LayerStack.of(self.backends.attention, self.embedding.weight, first_norm, self.layers)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self.layers[0].attention.pieces(batch)

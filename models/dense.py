@@ -8,7 +8,8 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.layers.decoder import Decoder, FeedForward
+from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.gqa import GQAttention, query_groups
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import ExpertNames, MoE

@@ -16,17 +16,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_engine.models.config import ModelConfig
-    from moe_engine.models.config_fields import Fields
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_fields import Fields
 
 logger = logging.getLogger(__name__)
 
-ConfigParser = Callable[["Fields", Mapping[str, Any]], "ModelConfig"]
+ConfigParser = Callable[[Fields, Mapping[str, Any]], ModelConfig]
 ENTRY_POINT_GROUP = "moe_engine.models"
 
 _FAMILIES = "moe_engine.models.config_families"

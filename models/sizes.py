@@ -5,13 +5,9 @@ Parameters are those of `tensors`' table.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.tensors import EMBEDDING, Kind, TensorSpec, model_tensors
 from moe_engine.parallel.topology import Topology
-
-if TYPE_CHECKING:
-    from moe_engine.models.config import MLAConfig, ModelConfig
 
 ONE_RANK = Topology()
 FP8_BLOCK_ELEMENTS = 128 * 128
@@ -25,12 +21,12 @@ MAX_ABSORBED_TOKENS = 1024
 
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
-    """See `ModelConfig.num_parameters`."""
+    """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""
     return sum(spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """See `ModelConfig.num_active_parameters`."""
+    """Parameters that one token meets: K of E experts, the whole head, one row of the embedding (not counted)."""
     top_k = config.moe.top_k if config.moe is not None else 1
     return sum(
         spec.num_elements * min(spec.copies, top_k)
@@ -47,7 +43,9 @@ def weight_bytes(
     redundant_experts: int = 0,
     keeps_fp8: bool = False,
 ) -> int:
-    """See `ModelConfig.weight_bytes`. Includes the rotary table (float32, one for all layers)."""
+    """Bytes that one rank holds for the weights: activations' dtype, norms, router and the rotary table (one for all
+    layers) in float32, kv_b in both forms. With kernels that keep one copy (the reference rows); with `keeps_fp8` those
+    multiply block FP8 as it is stored."""
     plain = wide = blocks = 0
     for spec in model_tensors(config, include_mtp):
         held = _held_elements(config, spec, topology, redundant_experts)
@@ -92,10 +90,15 @@ def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
     return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj") else 1
 
 
-def step_activation_bytes(
+def largest_step_activation_bytes(
     config: ModelConfig, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None
 ) -> int:
-    """See `ModelConfig.largest_step_activation_bytes`."""
+    """Upper estimate of what a forward of `num_tokens` tokens holds at once, without KV and weights.
+
+    Args:
+        num_logits: rows of logits kept in float32 (0: none).
+        expanded_tokens: context tokens whose keys and values MLA expands at once; default the layer's own limit.
+    """
     stream = 3 * num_tokens * config.hidden_size * dtype_bytes  # residual, normed input, output of the part
     largest = max(
         _attention_bytes(config, num_tokens, dtype_bytes, expanded_tokens), _mlp_bytes(config, num_tokens, dtype_bytes)

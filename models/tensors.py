@@ -11,10 +11,8 @@ import enum
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 FP8 = ("F8_E4M3", "F8_E5M2")

@@ -29,8 +29,16 @@ _FLOAT_RANGES: dict[str, tuple[float, float, bool]] = {
 _BOOLS = {"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"}
 
 
-def parse_sampling(values: Mapping[str, Any], prefix: str) -> SamplingParams:
-    """Checks every field and builds the parameters. `prefix` names the object in messages ("" for the top level)."""
+def parse_sampling(values: Mapping[str, Any], prefix: str = "sampling_params") -> SamplingParams:
+    """Checks every field of a client's JSON object and builds the parameters.
+
+    Args:
+        prefix: names the object in messages ("" for the top level).
+
+    Raises:
+        InputError: naming `prefix`.field, for unknown fields, wrong types and values out of range. Structured output
+            (json_schema, regex, ebnf, structural_tag), which a later part brings, is refused so too.
+    """
     if not isinstance(values, Mapping):
         raise InputError(f"{prefix}: expected an object, got {type(values).__name__}", field=prefix)
     known = {f.name for f in fields(SamplingParams)}

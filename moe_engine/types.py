@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,18 +58,6 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, prefix: str = "sampling_params") -> SamplingParams:
-        """Builds and checks the parameters from a client's JSON object.
-
-        Raises:
-            InputError: naming `prefix`.field, for unknown fields, wrong types and values out of range.
-            Structured output (json_schema, regex, ebnf, structural_tag), which a later part brings, is refused so too.
-        """
-        from moe_engine.sampling_checks import parse_sampling  # keeps this file free of parsing details
-
-        return parse_sampling(values, prefix)
 
     def check_vocab(self, vocab_size: int, *, prefix: str = "sampling_params") -> None:
         """Raises InputError when a token id named by the parameters is outside the vocabulary."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.decoder_layer import DecoderLayer
 from moe_engine.models.layers.moe import MoE
-
-if TYPE_CHECKING:
-    from moe_engine.models.layers.decoder import DecoderLayer
 
 
 class CompiledLayer:

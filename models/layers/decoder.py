@@ -9,7 +9,7 @@ it, so a layer ends with the norm that the next one (or the head) starts from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
+from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import Embedding, Head
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rope import make_rotary_table
@@ -27,34 +28,7 @@ from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.layers.stages import Stages, take_turns
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.parallel.token_moves import TokenLayout
-
-
-class FeedForward(Protocol):
-    tokens: TokenLayout
-    """Which tokens it takes, and whether it returns summands, on many ranks."""
-
-    def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
-        """x [T, D] -> [T, D], new memory. `phase`: the step's, on every rank the same."""
-
-
-class DecoderLayer:
-    """norm'd hidden [T, D] -> norm'd hidden of the next layer; `residual` [T, D] is added to in place, twice."""
-
-    shares_out = False
-
-    def __init__(self, attention: Any, post_norm: RMSNorm, feed_forward: FeedForward, next_norm: RMSNorm) -> None:
-        self.attention = attention
-        self.post_norm = post_norm
-        self.feed_forward = feed_forward
-        self.next_norm = next_norm
-
-    def forward(self, hidden: Tensor, residual: Tensor, *attention_args: Any) -> Tensor:
-        """`attention_args` follow `hidden` in the attention's forward: the batch, and what it was planned into."""
-        hidden = self.post_norm.add(self.attention.forward(hidden, *attention_args), residual)
-        return self.next_norm.add(self.feed_forward.forward(hidden), residual)
 
 
 class Decoder:

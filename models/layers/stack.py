@@ -1,12 +1,12 @@
 """A decoder of MLA layers run whole by its attention backend, where that has one call for it.
 
-Legend: T tokens, D hidden.
+Legend: T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -17,9 +17,6 @@ from moe_engine.models.layers.mla_pieces import Piece
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from moe_engine.models.layers.decoder import Decoder
 
 
 class LayerStack:
@@ -32,17 +29,18 @@ class LayerStack:
         self._moes = [part if isinstance(part, MoE) else None for part in feed_forwards]
 
     @classmethod
-    def of(cls, model: Decoder, first_norm: RMSNorm) -> LayerStack | None:
-        """The model's layers as one; None where one of them is not of the kinds that the backend knows."""
-        backend = model.backends.attention
-        if not isinstance(backend, FusedStack) or model.parallel.world_size > 1:
+    def of(cls, backend: Any, embedding: Tensor, first_norm: RMSNorm, layers: Sequence[Any]) -> LayerStack | None:
+        """The layers of one rank as one; None where the attention backend has no call for one of them.
+
+        `embedding` [V, D] and `first_norm` come before the first layer; each layer ends with the norm of the next.
+        """
+        if not isinstance(backend, FusedStack):
             return None
-        layers = [stacked(layer) for layer in model.layers]
-        known = [layer for layer in layers if layer is not None]
+        known = [part for part in map(stacked, layers) if part is not None]
         if len(known) < len(layers):
             return None
-        fused = backend.fuse_stack(model.embedding.weight, first_norm.weight, known)
-        return None if fused is None else cls(backend, fused, [layer.feed_forward for layer in model.layers])
+        fused = backend.fuse_stack(embedding, first_norm.weight, known)
+        return None if fused is None else cls(backend, fused, [layer.feed_forward for layer in layers])
 
     def takes(self, batch: ForwardBatch, pieces: Sequence[Piece]) -> bool:
         return len(pieces) == 1 and pieces[0].absorbed and batch.num_tokens <= self._max_tokens

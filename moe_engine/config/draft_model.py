@@ -9,7 +9,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.checkpoint import locate
 from moe_engine.config.resolve_speculation import DraftModel
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 
 FLAG = "--speculative-draft-model-path"
 # part of an architecture's name -> what such a checkpoint is

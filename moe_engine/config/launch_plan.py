@@ -23,7 +23,8 @@ from moe_engine.kernels.backends import choose
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.kernels.registry import Choice
 from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
-from moe_engine.models.config import ModelConfig, load_model_config
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.widths import local_heads

@@ -9,6 +9,7 @@ from moe_engine.config.ledger import GB, LedgerRow
 from moe_engine.config.machine import Machine
 from moe_engine.config.resolve_parallel import ParallelPlan, dispatch_tokens
 from moe_engine.errors import ConfigError
+from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.types import GraphSettings, SpeculationConfig
@@ -137,7 +138,9 @@ def graph_row(
     if not graphs.sizes:
         return []
     tokens = min(graphs.max_tokens, running * max(graphs.counts))
-    step = model.largest_step_activation_bytes(tokens * groups, dtype_bytes, num_logits=tokens, expanded_tokens=0)
+    step = sizes.largest_step_activation_bytes(
+        model, tokens * groups, dtype_bytes, num_logits=tokens, expanded_tokens=0
+    )
     results = tokens * (model.hidden_size * dtype_bytes + model.vocab_size * (4 + dtype_bytes))
     detail = f"{graphs.num_graphs} recorded steps of up to {tokens} tokens, in one pool"
     return [LedgerRow("CUDA graphs", step + results + graphs.num_graphs * GRAPH_BYTES, detail)]

@@ -23,6 +23,7 @@ from moe_engine.config.resolve_graphs import graph_row
 from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan, dispatch_tokens
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.registry import Row
+from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -159,10 +160,10 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     """Everything but KV, for one rank."""
     shape, model, topology = given.shape, given.model, given.parallel.topology
     redundant = given.experts.num_redundant
-    weights = model.weight_bytes(
-        given.dtype_bytes, topology=topology, redundant_experts=redundant, keeps_fp8=given.keeps_fp8
+    weights = sizes.weight_bytes(
+        model, given.dtype_bytes, topology=topology, redundant_experts=redundant, keeps_fp8=given.keeps_fp8
     )
-    detail = f"{_count(model.num_parameters())} parameters as {given.dtype}"
+    detail = f"{_count(sizes.num_parameters(model))} parameters as {given.dtype}"
     if model.quant is not None:
         detail += f", {model.quant.method} " + ("as stored" if given.keeps_fp8 else "dequantised while loading")
     if topology.tp_size > 1:
@@ -170,7 +171,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     if redundant:
         detail += f", with {redundant} redundant experts"
     if given.checkpoint is not None:
-        extra = max(0, given.checkpoint.num_elements - model.num_parameters()) * given.dtype_bytes
+        extra = max(0, given.checkpoint.num_elements - sizes.num_parameters(model)) * given.dtype_bytes
         weights += extra // topology.tp_size
         files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
         detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
@@ -250,14 +251,14 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
     if given.uses_mtp:
         layers = model.num_nextn_predict_layers
         keeps = given.keeps_fp8
-        extra = model.weight_bytes(size, True, topology, keeps_fp8=keeps)
-        extra -= model.weight_bytes(size, topology=topology, keeps_fp8=keeps)
-        count = _count(model.num_parameters(include_mtp=True) - model.num_parameters())
+        extra = sizes.weight_bytes(model, size, True, topology, keeps_fp8=keeps)
+        extra -= sizes.weight_bytes(model, size, topology=topology, keeps_fp8=keeps)
+        count = _count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail)]
     if given.draft is not None:
-        detail = f"{_count(given.draft.num_parameters())} parameters of {given.draft.architecture}"
-        return [LedgerRow(DRAFT_WEIGHTS, given.draft.weight_bytes(size), detail)]
+        detail = f"{_count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
+        return [LedgerRow(DRAFT_WEIGHTS, sizes.weight_bytes(given.draft, size), detail)]
     return []
 
 
@@ -265,7 +266,7 @@ def _step_bytes(given: SizingInput) -> int:
     """Activations of the largest step. A draft model runs when the model's own are gone; MTP layers read its hidden."""
     tokens, size = given.shape.num_tokens * given.parallel.topology.attn_dp_size, given.dtype_bytes
     models = (given.local_model,) if given.draft is None else (given.local_model, given.draft)
-    step = max(model.largest_step_activation_bytes(tokens, size) for model in models)
+    step = max(sizes.largest_step_activation_bytes(model, tokens, size) for model in models)
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
 
 

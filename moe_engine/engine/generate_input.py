@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.errors import InputError
+from moe_engine.sampling_checks import parse_sampling
 from moe_engine.types import SamplingParams
 
 MAX_RID_LENGTH = 256
@@ -228,7 +229,7 @@ def _sampling(values: Any, preferred: Mapping[str, Any], where: str) -> Sampling
         values = {}
     if isinstance(values, Mapping) and preferred:
         values = {**preferred, **values}
-    return SamplingParams.from_dict(values, prefix=where)
+    return parse_sampling(values, where)
 
 
 def _pick(value: Any, index: int, count: int, is_batch: bool, where: str) -> Any:

@@ -10,6 +10,7 @@ from moe_engine.config.resolve import ResolvedConfig, step_shape
 from moe_engine.config.resolve_parallel import dispatch_tokens
 from moe_engine.engine.core_setup import make_worker
 from moe_engine.engine.rank_options import RankGroupOptions, RankPlace, WatchLimits
+from moe_engine.models import sizes
 from moe_engine.worker.rank_progress import Progress
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def fingerprint(config: ResolvedConfig) -> str:
         plan.coverage,
         plan.dispatch.row.name if plan.dispatch is not None else "",
         config.model.architecture,
-        config.model.num_parameters(),
+        sizes.num_parameters(config.model),
         config.dtype,
         config.kv_cache_dtype,
         config.context_len,

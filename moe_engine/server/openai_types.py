@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moe_engine.errors import InputError
+from moe_engine.sampling_checks import parse_sampling
 from moe_engine.types import SamplingParams
 
 
@@ -154,7 +155,7 @@ def parse_openai_sampling(request: CommonRequest, defaults: Mapping[str, Any], m
     if getattr(request, "json_schema", None) is not None:
         values["json_schema"] = True
     try:
-        return SamplingParams.from_dict(values, prefix="")
+        return parse_sampling(values, "")
     except InputError as exc:
         spellings = {ours: name for name, ours in _RENAMED.items()} | {"max_new_tokens": "max_tokens"}
         ours = exc.field or ""

@@ -11,7 +11,7 @@ import msgspec
 
 from moe_engine.engine.frontend import FrontendSettings
 from moe_engine.errors import ConfigError, InputError
-from moe_engine.types import SamplingParams
+from moe_engine.sampling_checks import parse_sampling
 
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 
@@ -72,7 +72,7 @@ def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
         values = {name: config[name] for name in _GENERATION_FIELDS if config.get(name) is not None}
         if values.get("top_k") == 0:  # transformers' way to say: the whole vocabulary
             values["top_k"] = -1
-        SamplingParams.from_dict(values, prefix="")
+        parse_sampling(values, "")
     except (msgspec.MsgspecError, InputError) as exc:
         raise ConfigError(f"{path}: {exc}; mend it, or start with --sampling-defaults openai") from None
     return values

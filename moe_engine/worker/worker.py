@@ -26,6 +26,7 @@ from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.vendors.warming import StepShapes
+from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.sharding import local_config
@@ -291,7 +292,7 @@ def _prepare(
     info = WorkerInfo(
         choices=backends.choices,
         weight_bytes=getattr(model, "weight_bytes", 0)
-        or config.weight_bytes(dtype.itemsize, topology=parallel.topology),
+        or sizes.weight_bytes(config, dtype.itemsize, topology=parallel.topology),
         kv_bytes=pool.num_bytes,
         draft_bytes=draft_bytes,
         num_threads=torch.get_num_threads(),

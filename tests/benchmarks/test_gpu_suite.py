@@ -25,7 +25,7 @@ from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.ops.shapes import ModelOps
 from moe_engine.kernels.sampling.protocol import SamplingParameters
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ModelOps("small", 96, 300, 4, 16, 32, 48, 64, 24, 16, 3)

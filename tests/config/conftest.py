@@ -13,7 +13,7 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.machine import Machine
 from moe_engine.config.resolve import ResolvedConfig, resolve
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 
 GB = 1 << 30
 

@@ -10,7 +10,7 @@ from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.resolve import ResolvedConfig, resolve
 from moe_engine.config.resolve_graphs import graph_sizes
 from moe_engine.errors import ConfigError
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.types import GraphSettings
 from tests.config.conftest import SMALL, machine
 

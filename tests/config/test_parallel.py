@@ -16,7 +16,8 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan, dispatch_tokens, resolve_parallel
 from moe_engine.engine.rank_worker import fingerprint, rank_group_options
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.config import ModelConfig, load_model_config
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_file import load_model_config
 from tests.config.conftest import SMALL, V3, machine
 
 LLAMA: dict[str, Any] = {

@@ -12,7 +12,8 @@ from moe_engine.config.launch_plan import prepare
 from moe_engine.config.resolve import resolve
 from moe_engine.config.resolve_speculation import DraftModel
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.config import load_model_config
+from moe_engine.models import sizes
+from moe_engine.models.config_file import load_model_config
 from tests.config.conftest import GB, SMALL, V3, machine
 
 NO_MTP = {**SMALL, "num_nextn_predict_layers": 0}
@@ -169,7 +170,7 @@ def test_draft_model(standalone):
     assert config.draft_model is not None and config.draft_model.architecture == "LlamaForCausalLM"
     assert config.speculation.draft_model_path.endswith("draft")
     row = next(row for row in config.ledger.rows if row.name == "draft weights")
-    assert row.num_bytes == config.draft_model.weight_bytes(2) and "LlamaForCausalLM" in row.detail
+    assert row.num_bytes == sizes.weight_bytes(config.draft_model, 2) and "LlamaForCausalLM" in row.detail
     assert config.ledger.bytes_per_token == (4 * (64 + 16) + 2 * 2 * 2 * 16) * 2
     with pytest.raises(ConfigError, match=r"vocabulary of 1300 tokens.*has 1280"):
         standalone({**LLAMA, "vocab_size": 1300})

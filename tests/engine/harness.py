@@ -16,8 +16,8 @@ from moe_engine.engine.core import EngineCore
 from moe_engine.engine.core_setup import scheduler_config, worker_options
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.engine.status_board import StatusBoard
+from moe_engine.sampling_checks import parse_sampling
 from moe_engine.scheduler.scheduler import Scheduler
-from moe_engine.types import SamplingParams
 from moe_engine.worker.worker import Worker
 
 
@@ -83,7 +83,7 @@ class ScriptedPort:
 
 
 def add_request(item: Scripted) -> messages.AddRequest:
-    sampling = SamplingParams.from_dict({"max_new_tokens": item.max_new_tokens, **item.sampling})
+    sampling = parse_sampling({"max_new_tokens": item.max_new_tokens, **item.sampling})
     return messages.AddRequest(
         rid=item.rid,
         prompt_ids=list(item.prompt_ids),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.context import SINGLE
 from moe_engine.parallel.expert_settings import ExpertSettings, RebalanceSettings
 from moe_engine.parallel.placement.balance import balancedness, layer_balancedness, rank_loads

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_engine.errors import ConfigError
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.context import SINGLE
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.recording.merge import sum_parts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends

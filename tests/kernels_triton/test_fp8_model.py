@@ -29,7 +29,7 @@ from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import FP8, BlockWeight
 from moe_engine.kernels.registry import select
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.loader import load_model

@@ -14,7 +14,8 @@ from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.models.batch import ForwardBatch, Model
-from moe_engine.models.config import ModelConfig, load_model_config
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from moe_engine.errors import ConfigError
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, activation_dtype, load_model_config
+from moe_engine.models import sizes
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, activation_dtype
+from moe_engine.models.config_file import load_model_config
 from tests.models.checkpoints import KINDS, make_checkpoint
 
 V3: dict[str, Any] = {
@@ -119,9 +121,11 @@ def parse(directory: Path, fields: dict[str, Any], **kwargs: Any) -> ModelConfig
 
 def test_deepseek_v3_sizes(tmp_path: Path) -> None:
     config = parse(tmp_path, V3)
-    assert config.num_parameters() == pytest.approx(671.0e9, rel=5e-4)
-    assert config.num_parameters(include_mtp=True) - config.num_parameters() == pytest.approx(11.6e9, rel=5e-3)
-    assert config.num_active_parameters() == pytest.approx(36.6e9, rel=5e-3)
+    assert sizes.num_parameters(config) == pytest.approx(671.0e9, rel=5e-4)
+    assert sizes.num_parameters(config, include_mtp=True) - sizes.num_parameters(config) == pytest.approx(
+        11.6e9, rel=5e-3
+    )
+    assert sizes.num_active_parameters(config) == pytest.approx(36.6e9, rel=5e-3)
     assert config.num_kv_elements_per_token() == 576
     assert config.kv_bytes_per_token("bfloat16") == 70_272
     assert config.rope.attention_factor == 1.0
@@ -131,12 +135,12 @@ def test_deepseek_v3_sizes(tmp_path: Path) -> None:
     assert config.context_length == 163840
     assert activation_dtype(config) == "bfloat16"
     second_kv_b = 61 * 128 * 256 * 512
-    assert config.weight_bytes(2) == pytest.approx(2 * (config.num_parameters() + second_kv_b), rel=1e-3)
+    assert sizes.weight_bytes(config, 2) == pytest.approx(2 * (sizes.num_parameters(config) + second_kv_b), rel=1e-3)
 
 
 def test_deepseek_v2_lite(tmp_path: Path) -> None:
     config = parse(tmp_path, V2_LITE)
-    assert config.num_parameters() == pytest.approx(15.71e9, rel=1e-3)
+    assert sizes.num_parameters(config) == pytest.approx(15.71e9, rel=1e-3)
     assert config.kv_bytes_per_token("bfloat16") == 31_104
     assert isinstance(config.attention, MLAConfig) and config.attention.q_lora_rank is None
     assert 192**-0.5 * config.rope.softmax_factor == pytest.approx(0.114721, rel=1e-5)
@@ -145,7 +149,7 @@ def test_deepseek_v2_lite(tmp_path: Path) -> None:
 
 def test_llama(tmp_path: Path) -> None:
     config = parse(tmp_path, LLAMA)
-    assert config.num_parameters() == pytest.approx(8.03e9, rel=1e-3)
+    assert sizes.num_parameters(config) == pytest.approx(8.03e9, rel=1e-3)
     assert config.num_kv_elements_per_token() == 2 * 8 * 128
     assert config.eos_token_ids == (128001, 128008, 128009)
     assert isinstance(config.attention, GQAConfig) and config.attention.head_dim == 128
@@ -258,16 +262,16 @@ def test_activation_dtype(tmp_path: Path) -> None:
 
 def test_activation_estimate_grows(tmp_path: Path) -> None:
     config = parse(tmp_path, V3)
-    small, large = (config.largest_step_activation_bytes(n, 2) for n in (128, 8192))
+    small, large = (sizes.largest_step_activation_bytes(config, n, 2) for n in (128, 8192))
     assert 0 < small < large
-    assert config.largest_step_activation_bytes(128, 2, num_logits=128) - small == 128 * config.vocab_size * 6
+    assert sizes.largest_step_activation_bytes(config, 128, 2, num_logits=128) - small == 128 * config.vocab_size * 6
 
 
 def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path, V3)
     code = (
-        "import sys; from moe_engine.models import load_model_config; import moe_engine.models.registry;"
-        f"load_model_config({str(path)!r}).weight_bytes(2); assert 'torch' not in sys.modules"
+        "import sys; from moe_engine.models import load_model_config, sizes; import moe_engine.models.registry;"
+        f"sizes.weight_bytes(load_model_config({str(path)!r}), 2); assert 'torch' not in sys.modules"
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_engine.errors import CheckpointError
 from moe_engine.models import registry
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.tensors import Kind, model_tensors

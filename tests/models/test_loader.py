@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import INDEX_FILE
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import load_model
 from moe_engine.models.weights import WeightReader
@@ -178,7 +179,7 @@ def test_progress_bar_counts_bytes(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_weight_bytes_is_what_is_held(tmp_path: Path) -> None:
     for kind in ("deepseek_v3", "deepseek_v2_lite", "llama", "qwen2", "qwen3_moe"):
         loaded = stepper.load(make_checkpoint(kind, tmp_path / kind))
-        assert loaded.model.weight_bytes == loaded.config.weight_bytes(4)  # type: ignore[attr-defined]
+        assert loaded.model.weight_bytes == sizes.weight_bytes(loaded.config, 4)  # type: ignore[attr-defined]
 
 
 def test_dummy_weights(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_mtp
 from tests.models import stepper
 from tests.models.checkpoints import dequantised_copy, make_checkpoint

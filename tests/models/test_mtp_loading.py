@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models import sizes
 from moe_engine.models.loader import load_mtp
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
@@ -32,7 +33,7 @@ def edited(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
 def test_weight_bytes_is_what_is_held_beyond_the_model(tmp_path: Path, num_mtp_layers: int) -> None:
     drafter = Drafter(make_checkpoint("deepseek_v3", tmp_path, num_mtp_layers=num_mtp_layers))
     config = drafter.config
-    assert drafter.mtp.weight_bytes == config.weight_bytes(4, include_mtp=True) - config.weight_bytes(4)
+    assert drafter.mtp.weight_bytes == sizes.weight_bytes(config, 4, include_mtp=True) - sizes.weight_bytes(config, 4)
 
 
 def test_the_copies_of_embedding_and_head_are_not_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.models import registry
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.sharding import local_config
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.context import SINGLE, ParallelContext

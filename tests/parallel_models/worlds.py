@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model, load_mtp
 from moe_engine.models.sharding import dispatch_shape, local_config
 from moe_engine.parallel.context import ParallelContext, join, with_dispatcher

@@ -21,7 +21,7 @@ from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
 from moe_engine.engine.start import engine_info
 from moe_engine.errors import EngineDeadError
-from moe_engine.types import SamplingParams
+from moe_engine.sampling_checks import parse_sampling
 
 LIMITS = WatchLimits(silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, start=30.0, progress=0.4)
 
@@ -60,7 +60,7 @@ class Drill:
         self._tasks: list[asyncio.Task[Fate]] = []
 
     def ask(self, prompt: list[int], num_tokens: int, **sampling: Any) -> None:
-        params = SamplingParams.from_dict({"temperature": 0.0, "ignore_eos": True, **sampling})
+        params = parse_sampling({"temperature": 0.0, "ignore_eos": True, **sampling})
         rid = f"request{len(self._tasks)}"
         request = messages.AddRequest(rid, prompt, msgspec.to_builtins(params), num_tokens, seed=7)
         self._tasks.append(asyncio.create_task(self._fate(request)))

@@ -18,7 +18,7 @@ from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends

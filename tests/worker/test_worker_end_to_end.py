@@ -9,7 +9,7 @@ import pytest
 import torch
 from plan_driver import PlanDriver, Sequence_
 
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.types import LogprobSpec, NewRow, SamplingParams, StepPlan
 from moe_engine.worker.worker import Worker, WorkerOptions
 from tests.models.checkpoints import make_checkpoint

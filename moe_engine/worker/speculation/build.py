@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.models import sizes
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.loader import load_model, load_mtp
@@ -88,6 +89,6 @@ def _standalone(runner: ModelRunner, config: SpeculationConfig, options: DraftOp
     pool = KVPool(kv_spec(draft, options.kv_dtype), runner.kv_pool.num_slots, page_size, stream)
     builder = BatchBuilder(rows, page_size, form_policy(draft.attention, deterministic=options.deterministic), stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
-    weight_bytes = getattr(model, "weight_bytes", 0) or draft.weight_bytes(options.dtype.itemsize)
+    weight_bytes = getattr(model, "weight_bytes", 0) or sizes.weight_bytes(draft, options.dtype.itemsize)
     drafter = StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)
     return drafter, weight_bytes + pool.num_bytes

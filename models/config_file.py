@@ -1,0 +1,40 @@
+"""config.json -> `ModelConfig`, by the parser that the registry names for its architecture. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.models import registry
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_fields import Fields, is_whole, merge, read_json, text_fields
+
+
+def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Reads `path`/config.json (and the eos ids of generation_config.json).
+
+    Args:
+        path: a Hugging Face checkpoint directory, or a config.json.
+        overrides: fields that replace those of the file (--json-model-override-args), nested objects merged.
+
+    Raises:
+        ConfigError: no such file, not JSON, an unsupported architecture, a missing, mistyped or contradictory field.
+    """
+    path = Path(path)
+    file = path if path.suffix == ".json" else path / "config.json"
+    original = read_json(file)
+    raw = text_fields(merge(original, overrides or {}))
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{file}: architectures must be a list of names, found {names!r}")
+    architecture = registry.find(names, raw.get("model_type"), str(file))
+    generation = file.parent / "generation_config.json"
+    defaults = read_json(generation) if generation.is_file() else {}
+    config = architecture.parse(Fields({**raw, "architectures": [architecture.name]}, str(file)), defaults)
+    stored = text_fields(original).get("num_hidden_layers")
+    if overrides and is_whole(stored) and stored != config.num_layers:
+        config = dataclasses.replace(config, file_layers=int(stored))
+    return config

@@ -1,0 +1,39 @@
+"""One layer of a decoder on one rank: attention and a feed-forward on the residual stream.
+
+Legend: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.parallel.dispatch.protocol import Phase
+from moe_engine.parallel.token_moves import TokenLayout
+
+
+class FeedForward(Protocol):
+    tokens: TokenLayout
+    """Which tokens it takes, and whether it returns summands, on many ranks."""
+
+    def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
+        """x [T, D] -> [T, D], new memory. `phase`: the step's, on every rank the same."""
+
+
+class DecoderLayer:
+    """norm'd hidden [T, D] -> norm'd hidden of the next layer; `residual` [T, D] is added to in place, twice."""
+
+    shares_out = False
+
+    def __init__(self, attention: Any, post_norm: RMSNorm, feed_forward: FeedForward, next_norm: RMSNorm) -> None:
+        self.attention = attention
+        self.post_norm = post_norm
+        self.feed_forward = feed_forward
+        self.next_norm = next_norm
+
+    def forward(self, hidden: Tensor, residual: Tensor, *attention_args: Any) -> Tensor:
+        """`attention_args` follow `hidden` in the attention's forward: the batch, and what it was planned into."""
+        hidden = self.post_norm.add(self.attention.forward(hidden, *attention_args), residual)
+        return self.next_norm.add(self.feed_forward.forward(hidden), residual)
