@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,33 @@ def test_import_direction():
             if package and package not in allowed:
                 found.append(f"{path}:{line}: {own} must not import {name}")
     complain(found)
+
+
+def files_imported(path: str, tree: ast.AST) -> set[str]:
+    """The files of this project that a file takes names from, wherever in it the import stands."""
+    names = [name for name, _ in imports(tree)]
+    own = module_of(path).rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            names += [f"{own}.{node.module}.{alias.name}" for alias in node.names]
+    modules = {module_of(other): other for other in sources() if not other.endswith("__init__.py")}
+    found = {modules.get(name) or modules.get(name.rpartition(".")[0]) for name in names}
+    return {other for other in found if other is not None} - {path}
+
+
+def module_of(path: str) -> str:
+    name = path.removesuffix(".py").replace("/", ".")
+    return name if name.startswith("moe_engine.") else f"moe_engine.{name}"
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Not for type checkers alone either: what two files need of each other belongs into a third."""
+    arrows = {path: files_imported(path, tree) for path, tree in sources().items()}
+    assert sum(map(len, arrows.values())) > 1000  # they are seen
+    try:
+        tuple(TopologicalSorter(arrows).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 def test_linked_packages_are_imported_by_their_full_name():
