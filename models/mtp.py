@@ -139,6 +139,7 @@ class MTPLayer:
         self._project = load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
         self._decoder = model.make_layer(layer_index, reader, model.make_norm(reader, f"{name}.shared_head.norm"))
+        self._input_norm.feed(self._decoder.attention.reads)
 
     @property
     def feed_forward(self) -> Any:

@@ -20,9 +20,11 @@ from moe_engine.kernels.experts.protocol import (
     FusedExperts,
     FusedMoE,
     MoELayer,
+    ReadsRows,
 )
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, numbers_of
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.layouts import GroupedLayout
 from moe_engine.parallel.dispatch.local import LocalDispatcher
@@ -31,8 +33,12 @@ from moe_engine.parallel.overlap import Lane, Pending
 
 
 class RoutedExperts(Protocol):
+    @property
+    def reads(self) -> Reads:
+        """How `run` reads x; it takes a `QuantizedActivation` where that names rows."""
+
     def run(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
         """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> add + sum_k w_k expert_k(x), [T, D].
 
@@ -57,7 +63,9 @@ class RoutedExperts(Protocol):
 
 
 class _InSeveralCalls:
-    """What is not fused with the router and the shared expert."""
+    """What is not fused with the router and the shared expert, and wants numbers."""
+
+    reads = NUMBERS
 
     def whole_layer(
         self,
@@ -88,9 +96,9 @@ class DispatchedExperts(_InSeveralCalls):
         """Told how many tokens arrived for each of this rank's slots, int32 [P/G]."""
 
     def run(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
-        batch, handle = self._dispatcher.dispatch(x, topk_ids, topk_weights, phase)
+        batch, handle = self._dispatcher.dispatch(numbers_of(x), topk_ids, topk_weights, phase)
         if self.on_arrival is not None:
             self.on_arrival(_rows_of_slots(batch))
         out = self._dispatcher.combine(self._kernel.run(batch, self._weights), topk_weights, handle)
@@ -126,9 +134,9 @@ class HeldExperts(_InSeveralCalls):
         self._first = first
 
     def run(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
-        local = topk_ids - self._first
+        x, local = numbers_of(x), topk_ids - self._first
         ids = torch.where((local >= 0) & (local < self._weights.num_experts), local, -1)
         layout = GroupedLayout(self._weights.num_experts, x.dtype, x.device)  # with buffers that end with the call
         batch, positions = layout.expand(Tokens(x, None, ids, topk_weights), slot=0)
@@ -147,12 +155,14 @@ class FusedLocalExperts:
         self._kernel = kernel
         self._weights = weights
         self._first = first
+        self.reads = kernel.reads(weights) if isinstance(kernel, ReadsRows) else NUMBERS
+        self._run: Callable[..., Tensor] = kernel.run_routed
 
     def run(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
         ids = topk_ids - self._first if self._first else topk_ids
-        return self._kernel.run_routed(x, topk_weights, ids, self._weights, add)
+        return self._run(x, topk_weights, ids, self._weights, add)
 
     def whole_layer(
         self,

@@ -41,6 +41,11 @@ class TokenLayout(Enum):
 class TokenMoves(Protocol):
     """Collective: all ranks call alike, those of an idle group too."""
 
+    moves_in: bool
+    """Whether `enter` sends tokens anywhere; else it returns what it is given."""
+    moves_out: bool
+    """The same of `to_attention`."""
+
     def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
         """Summands over the attention group [T, D] -> the rows that the residual is kept for."""
 
@@ -59,6 +64,8 @@ class TokenMoves(Protocol):
 
 class Whole:
     """One attention group, whose ranks all keep all tokens."""
+
+    moves_in = moves_out = False
 
     def __init__(self, parallel: ParallelContext) -> None:
         self._group = parallel.world
@@ -84,7 +91,8 @@ class Shares:
 
     def __init__(self, parallel: ParallelContext, layout: TokenLayout) -> None:
         self._world, self._group = parallel.world, parallel.attn_tp
-        self._gathers = layout is TokenLayout.ALL
+        self._gathers = self.moves_in = layout is TokenLayout.ALL
+        self.moves_out = parallel.attn_tp.size > 1
 
     def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
         return scatter_sums(self._group, partial, step.group_shares)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.quantization.protocol import Activation, BlockWeight, Reads
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,19 @@ class FusedExperts(Protocol):
         `add` [T, D] is the shared expert's output. The sum over k runs in the order of the columns (the result does not
         depend on the other tokens). Ids outside [0, E) count nothing.
         """
+
+
+@runtime_checkable
+class ReadsRows(Protocol):
+    """`FusedExperts` that take tokens which somebody quantised before."""
+
+    def reads(self, weights: ExpertWeights) -> Reads:
+        """How products with these experts read tokens."""
+
+    def run_routed(
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> Tensor:
+        """As `FusedExperts.run_routed`."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,16 @@ from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.tiles import row_classes
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.experts.triton_permute import combine, sort_by_expert
-from moe_engine.kernels.quantization.protocol import FP8, BlockWeight, QuantizedRows, num_blocks
+from moe_engine.kernels.quantization.protocol import (
+    FP8,
+    NUMBERS,
+    Activation,
+    BlockWeight,
+    QuantizedActivation,
+    QuantizedRows,
+    Reads,
+    num_blocks,
+)
 from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.quantization.triton_rows import quantize_rows
 from moe_engine.kernels.triton.launch import element
@@ -45,8 +54,8 @@ class TritonExpertWeights:
 
 
 class TritonExperts:
-    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `MovableExperts` and `WarmsUp`. Never waits for the
-    device."""
+    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`. Never waits
+    for the device."""
 
     name = "triton"
 
@@ -118,13 +127,17 @@ class TritonExperts:
         rows = self._quantized(x.view(-1, weights.hidden), weights, counts)
         return self._products(rows, weights, groups, x.dtype).view(x.shape)
 
+    def reads(self, weights: ExpertWeights) -> Reads:
+        data: TritonExpertWeights = weights.data
+        return NUMBERS if data.gate_up_scales is None else Reads.fp8(data.power_of_two)
+
     def run_routed(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
         """Tokens are quantised once and read by the first product where they lie: no copy of K rows a token."""
         order = sort_by_expert(topk_ids, weights.num_experts)
         groups = _grouped(order.offsets, weights, topk_ids.numel())
-        rows = self._quantized(x.contiguous(), weights)
+        rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
         out = self._products(rows, weights, groups, x.dtype, order.source, topk_ids.shape[1])
         return combine(out, order.positions, topk_weights, add)
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
-from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.quantization.protocol import (
+    NUMBERS,
+    Activation,
+    BlockWeight,
+    QuantizedActivation,
+    Reads,
+    numbers_of,
+)
 from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm, Operand
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
@@ -29,7 +36,7 @@ class Blocks:
 
 
 class DeepGemmLinear(TorchLinear):
-    """`LinearKernel`, `BlockScaledLinear`, `WarmsUp`, and for FP8 `NormedLinear` and `FusedMLP`; results are bf16.
+    """`LinearKernel`, `BlockScaledLinear`, `WarmsUp`, and for FP8 `FusedMLP`; results are bf16.
 
     Args:
         deep_gemm: the library; default: the installed one.
@@ -56,32 +63,31 @@ class DeepGemmLinear(TorchLinear):
         self._shapes.setdefault((n, k), prepared)
         return prepared
 
-    def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
+    def reads(self, weight: PreparedLinear) -> Reads:
+        return self._gemm.reads(weight.data.power_of_two) if isinstance(weight.data, Blocks) else NUMBERS
+
+    def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
         data: Any = weight.data
         if not isinstance(data, Blocks):
-            return super().run(x, weight)
-        if x.dtype != torch.bfloat16 or x.shape[1] != weight.in_features:
-            raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a weight of {weight.in_features} in-features")
-        return self._product(lambda: self._gemm.rows(x, data.power_of_two), weight, x)
-
-    def takes_norm(self, weight: PreparedLinear) -> bool:
-        return isinstance(weight.data, Blocks)
-
-    def run_normed(self, x: Tensor, norm: Tensor, eps: float, weight: PreparedLinear) -> Tensor:
-        return self._product(lambda: self._gemm.normed(x, norm, eps, weight.data.power_of_two), weight, x)
+            return super().run(numbers_of(x), weight)
+        width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
+        if x.dtype != torch.bfloat16 or width != weight.in_features:
+            raise ValueError(f"{len(x)} rows of {width} {x.dtype} do not fit {weight.in_features} in-features")
+        return self._product(lambda: self._gemm.rows(x, data.power_of_two), weight, len(x))
 
     def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
         return isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)
 
-    def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
+    def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
         """The activation between the two products is quantised where it is computed."""
         inner = self.run(x, gate_up)  # [T, 2I]
-        return self._product(lambda: self._gemm.silu_mul(inner, down.data.power_of_two), down, x)
+        return self._product(lambda: self._gemm.silu_mul(inner, down.data.power_of_two), down, len(inner))
 
-    def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, like: Tensor) -> Tensor:
-        """The rows of T tokens, as many as `like` has, times a weight in FP8: [T, N]."""
-        out = like.new_empty(len(like), weight.out_features)
-        if len(like):
+    def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, count: int) -> Tensor:
+        """The rows of `count` tokens times a weight in FP8: [T, N]."""
+        numbers, _ = weight.data.operand
+        out = torch.empty(count, weight.out_features, dtype=torch.bfloat16, device=numbers.device)
+        if count:
             self._gemm.dense(rows(), weight.data.operand, out)
         return out if weight.bias is None else out.add_(weight.bias)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.quantization.protocol import Activation, BlockWeight, Reads
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,20 @@ class LinearKernel(Protocol):
 
 @runtime_checkable
 class BlockScaledLinear(Protocol):
-    """A linear kernel that keeps block-FP8 weights as the checkpoint stores them; `run` quantises what meets them."""
+    """A linear kernel that keeps block-FP8 weights as the checkpoint stores them.
+
+    What meets them is quantised, here or by whoever made it: where `reads` names rows, `run` (and `run_mlp`, of a
+    `FusedMLP`) take either.
+    """
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """weight [N, K] in blocks of 128 x 128, bias [N] in the activation dtype. May keep or drop `weight`."""
 
+    def reads(self, weight: PreparedLinear) -> Reads:
+        """How products with this weight read x."""
 
-@runtime_checkable
-class NormedLinear(Protocol):
-    """A linear kernel that also normalises the rows it multiplies, in the pass that quantises them."""
-
-    def takes_norm(self, weight: PreparedLinear) -> bool:
-        """Whether this weight's rows can be normalised so."""
-
-    def run_normed(self, x: Tensor, norm: Tensor, eps: float, weight: PreparedLinear) -> Tensor:
-        """x [T, K] (rows may be strided), norm [K] -> (rms_norm(x) * norm) @ weight.T + bias, [T, N]."""
+    def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
+        """As `LinearKernel.run`."""
 
 
 @runtime_checkable

@@ -12,14 +12,21 @@ from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
-from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.quantization.protocol import (
+    NUMBERS,
+    Activation,
+    BlockWeight,
+    QuantizedActivation,
+    QuantizedRows,
+    Reads,
+    numbers_of,
+)
 from moe_engine.kernels.quantization.reference import dequantize_weight
-from moe_engine.kernels.quantization.triton_rows import quantize_rows, rms_norm_quantize, silu_mul_quantize
+from moe_engine.kernels.quantization.triton_rows import quantize_rows, silu_mul_quantize
 
 
 class TritonLinear(TorchLinear):
-    """`LinearKernel`, `BlockScaledLinear`, and for FP8 `NormedLinear` and `FusedMLP`. Plain weights go to torch, which
-    calls cuBLAS."""
+    """`LinearKernel`, `BlockScaledLinear`, and for FP8 `FusedMLP`. Plain weights go to torch, which calls cuBLAS."""
 
     name = "triton"
 
@@ -31,23 +38,22 @@ class TritonLinear(TorchLinear):
         num_bytes = weight.num_bytes + (0 if bias is None else bias.numel() * bias.element_size())
         return PreparedLinear(k, n, weight, bias, num_bytes)
 
-    def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
-        if not isinstance(weight.data, BlockWeight):
-            return super().run(x, weight)
-        return block_gemm(quantize_rows(x, weight.data.power_of_two), weight.data, x.dtype, weight.bias)
+    def reads(self, weight: PreparedLinear) -> Reads:
+        return Reads.fp8(weight.data.power_of_two) if isinstance(weight.data, BlockWeight) else NUMBERS
 
-    def takes_norm(self, weight: PreparedLinear) -> bool:
-        return isinstance(weight.data, BlockWeight)
-
-    def run_normed(self, x: Tensor, norm: Tensor, eps: float, weight: PreparedLinear) -> Tensor:
-        _, rows = rms_norm_quantize(x, norm, eps, power_of_two=weight.data.power_of_two, keep=False)
-        return block_gemm(rows, weight.data, x.dtype, weight.bias)
+    def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
+        if isinstance(weight.data, BlockWeight):
+            return block_gemm(_rows(x, weight.data), weight.data, x.dtype, weight.bias)
+        return super().run(numbers_of(x), weight)
 
     def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
         return isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)
 
-    def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
+    def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
         """The activation between the two products is quantised where it is computed: no bf16 copy of [T, I]."""
-        rows = quantize_rows(x, gate_up.data.power_of_two)
-        inner = block_gemm(rows, gate_up.data, x.dtype, gate_up.bias)  # [T, 2I]
+        inner = self.run(x, gate_up)  # [T, 2I]
         return block_gemm(silu_mul_quantize(inner, down.data.power_of_two), down.data, x.dtype, down.bias)
+
+
+def _rows(x: Activation, weight: BlockWeight) -> QuantizedRows:
+    return x.rows if isinstance(x, QuantizedActivation) else quantize_rows(x, weight.power_of_two)

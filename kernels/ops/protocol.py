@@ -8,9 +8,11 @@ activation dtype or fp32; positions are int64, slots int32 or int64.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from moe_engine.kernels.quantization.protocol import QuantizedActivation, Reads
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,16 @@ class Ops(Protocol):
 
         Logits and everything after them in float32.
         """
+
+
+@runtime_checkable
+class QuantizingNorms(Protocol):
+    """Ops whose norms also quantise what they find, in the same pass over memory."""
+
+    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float, reads: Reads) -> QuantizedActivation:
+        """`rms_norm` of x [T, D] (rows may be strided), as those want it who read it."""
+
+    def add_rms_norm_quantized(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reads: Reads
+    ) -> QuantizedActivation:
+        """residual += x, in place; `rms_norm` of it. x and residual [T, D], residual contiguous."""

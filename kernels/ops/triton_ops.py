@@ -8,10 +8,13 @@ from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.kv_format import PLAIN
 from moe_engine.kernels.ops import triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+from moe_engine.kernels.quantization.protocol import QuantizedActivation, Reads
+from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
 
 
 class TritonOps:
-    """`Ops` on a GPU; nothing waits for the device, and no shape that varies by step becomes a new kernel."""
+    """`Ops` and `QuantizingNorms` on a GPU; nothing waits for the device, and no shape that varies by step becomes a
+    new kernel."""
 
     name = "triton"
 
@@ -20,6 +23,14 @@ class TritonOps:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.add_rms_norm(x, residual, weight, eps)
+
+    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float, reads: Reads) -> QuantizedActivation:
+        return _quantized(x, weight, eps, None, reads)
+
+    def add_rms_norm_quantized(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reads: Reads
+    ) -> QuantizedActivation:
+        return _quantized(x, weight, eps, residual, reads)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return triton_norm.silu_and_mul(gate_up)
@@ -52,3 +63,8 @@ class TritonOps:
 
     def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
         return triton_router.route(x, gate, bias, spec)
+
+
+def _quantized(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, reads: Reads) -> QuantizedActivation:
+    numbers, rows = rms_norm_quantize(x, weight, eps, residual, reads.power_of_two, keep=reads.numbers)
+    return QuantizedActivation(rows, numbers, x.dtype)

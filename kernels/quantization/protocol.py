@@ -80,6 +80,81 @@ class QuantizedRows:
         return self.scales.stride(1)
 
 
+@dataclass(frozen=True)
+class Reads:
+    """In which forms a part of a model reads its input.
+
+    Attributes:
+        numbers: in the activation dtype.
+        rows: quantised, as `QuantizedRows`.
+        power_of_two: with scales that are powers of two.
+    """
+
+    numbers: bool = True
+    rows: bool = False
+    power_of_two: bool = False
+
+    @classmethod
+    def fp8(cls, power_of_two: bool) -> Reads:
+        """Quantised rows and nothing else."""
+        return cls(numbers=False, rows=True, power_of_two=power_of_two)
+
+
+NUMBERS = Reads()
+
+
+def read_by_all(*parts: Reads) -> Reads:
+    """What serves all of these at once. Parts that want different scales all get numbers, and quantise themselves."""
+    kinds = {part.power_of_two for part in parts if part.rows}
+    if len(kinds) != 1:
+        return NUMBERS
+    return Reads(any(part.numbers for part in parts), True, kinds.pop())
+
+
+@dataclass(frozen=True)
+class QuantizedActivation:
+    """x [T, K] quantised once for all that read it so, with its numbers beside for those that do not.
+
+    Attributes:
+        dtype: of the numbers, also where nobody reads them.
+    """
+
+    rows: QuantizedRows
+    numbers: Tensor | None
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.rows.data)
+
+    def as_read(self, reads: Reads) -> Activation:
+        """Itself for a reader of rows, else its numbers.
+
+        Raises:
+            ValueError: they were not kept.
+        """
+        if reads.rows:
+            return self
+        if self.numbers is None:
+            raise ValueError("an activation that was quantised alone is read as numbers")
+        return self.numbers
+
+
+Activation = Tensor | QuantizedActivation
+"""What runs between the parts of a layer: [T, K]."""
+
+
+def as_read(x: Activation, reads: Reads) -> Activation:
+    """x for one of its readers; numbers stay what they are, for whoever multiplies in FP8 can quantise them."""
+    return x.as_read(reads) if isinstance(x, QuantizedActivation) else x
+
+
+def numbers_of(x: Activation) -> Tensor:
+    """x in its dtype. Raises ValueError where that was not kept."""
+    numbers = as_read(x, NUMBERS)
+    assert isinstance(numbers, Tensor)
+    return numbers
+
+
 def num_blocks(length: int) -> int:
     """Blocks of 128 that cover `length`."""
     return -(-length // BLOCK)

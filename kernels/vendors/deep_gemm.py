@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, QuantizedRows
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    Activation,
+    BlockWeight,
+    QuantizedActivation,
+    QuantizedRows,
+    Reads,
+)
 from moe_engine.kernels.vendors.probe import DEEP_GEMM, accepts
 
 RECIPE = (1, BLOCK, BLOCK)
@@ -33,11 +40,6 @@ class Quantization(Protocol):
     def quantize_rows(self, x: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
 
     def silu_mul_quantize(self, gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
-
-    def rms_norm_quantize(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
-        keep: bool = True,
-    ) -> tuple[Tensor | None, QuantizedRows]: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,19 @@ class DeepGemm:
         )
         return weight.data.contiguous(), scales
 
-    def rows(self, x: Tensor, power_of_two: bool) -> Operand:
-        """x [M, K] bf16, quantised."""
+    def reads(self, power_of_two: bool) -> Reads:
+        """How products with a weight read activations."""
+        return Reads.fp8(power_of_two or self.exponents)
+
+    def rows(self, x: Activation, power_of_two: bool) -> Operand:
+        """x [M, K] bf16, quantised where it is not yet."""
+        if isinstance(x, QuantizedActivation):
+            return self._operand(x.rows)
         return self._operand(self._quantization.quantize_rows(x, power_of_two or self.exponents))
 
     def silu_mul(self, gate_up: Tensor, power_of_two: bool) -> Operand:
         """gate_up [M, 2I], gate first -> silu(gate) * up, quantised."""
         return self._operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents))
-
-    def normed(self, x: Tensor, norm: Tensor, eps: float, power_of_two: bool) -> Operand:
-        """RMSNorm of x [M, K], quantised."""
-        exponents = power_of_two or self.exponents
-        return self._operand(self._quantization.rms_norm_quantize(x, norm, eps, None, exponents, False)[1])
 
     def _operand(self, rows: QuantizedRows) -> Operand:
         """Hopper's kernels read the columns as the quantisers write them; Blackwell's packing reads lines."""

@@ -24,6 +24,7 @@ class CompiledLayer:
     """As `DecoderLayer`, whose parts it takes."""
 
     shares_out = False
+    passes_on = True
 
     def __init__(self, layer: DecoderLayer, regions: Regions) -> None:
         self.attention = layer.attention

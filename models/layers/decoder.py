@@ -60,6 +60,9 @@ class Decoder:
         for i in range(config.num_layers):
             shared_out = any(layer.shares_out for layer in self.layers)
             self.layers.append(self.make_layer(i, reader, norms[i + 1], shared_out))
+        for i, layer in enumerate(self.layers):
+            if i == 0 or self.layers[i - 1].passes_on:
+                norms[i].feed(layer.attention.reads)
         self._stack = self.make_stack(norms[0])
         self.head = Head(config, reader, backends.linear, self.embedding, parallel)
         self.weight_bytes = held_bytes(self, shared=parallel)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from moe_engine.kernels.quantization.protocol import Activation, Reads
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.token_moves import TokenLayout
@@ -18,7 +19,11 @@ class FeedForward(Protocol):
     tokens: TokenLayout
     """Which tokens it takes, and whether it returns summands, on many ranks."""
 
-    def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
+    @property
+    def reads(self) -> Reads:
+        """In which form it wants x."""
+
+    def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
         """x [T, D] -> [T, D], new memory. `phase`: the step's, on every rank the same."""
 
 
@@ -26,14 +31,17 @@ class DecoderLayer:
     """norm'd hidden [T, D] -> norm'd hidden of the next layer; `residual` [T, D] is added to in place, twice."""
 
     shares_out = False
+    passes_on = True
+    """What its last norm gives is what the next layer is handed."""
 
     def __init__(self, attention: Any, post_norm: RMSNorm, feed_forward: FeedForward, next_norm: RMSNorm) -> None:
         self.attention = attention
         self.post_norm = post_norm
         self.feed_forward = feed_forward
         self.next_norm = next_norm
+        post_norm.feed(feed_forward.reads)
 
-    def forward(self, hidden: Tensor, residual: Tensor, *attention_args: Any) -> Tensor:
+    def forward(self, hidden: Activation, residual: Tensor, *attention_args: Any) -> Tensor:
         """`attention_args` follow `hidden` in the attention's forward: the batch, and what it was planned into."""
         hidden = self.post_norm.add(self.attention.forward(hidden, *attention_args), residual)
         return self.next_norm.add(self.feed_forward.forward(hidden), residual)

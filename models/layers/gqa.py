@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.protocol import GQABackend, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.quantization.protocol import Activation, Reads
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.layers.linear import load_linear
@@ -62,7 +63,12 @@ class GQAttention:
             self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_norm", gqa.head_dim, config.norm_eps)
             self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
+    @property
+    def reads(self) -> Reads:
+        """How it reads the hidden states."""
+        return self._qkv.reads
+
+    def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
         k_cache, v_cache = cache = self.cache_of(batch)
         q = self.before(hidden, batch.positions, batch.slots, cache)
         groups = query_groups(batch) if groups is None else groups
@@ -70,7 +76,7 @@ class GQAttention:
 
     # -- the layer cut where attention begins and ends; `before` and `after` know tensors only
 
-    def before(self, hidden: Tensor, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def before(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         """hidden [T, D] -> rotated q [T, H, Dh]; writes the tokens' keys and values to the caches' slots."""
         q, k, v = self._project(hidden, positions)
         self._ops.write_kv(k, v, slots, *cache)
@@ -91,7 +97,7 @@ class GQAttention:
 
     # -- pieces
 
-    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, hidden: Activation, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, D] -> rotated q [T, H, Dh], rotated k and v [T, G, Dh]."""
         gqa = self._gqa
         num_heads, both = gqa.num_heads, gqa.num_heads + gqa.num_kv_heads

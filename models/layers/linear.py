@@ -5,14 +5,13 @@ Legend: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import BlockScaledLinear, LinearKernel, NormedLinear
-from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
-from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.kernels.linear.protocol import BlockScaledLinear, LinearKernel
+from moe_engine.kernels.quantization.protocol import BLOCK, NUMBERS, Activation, BlockWeight, as_read
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
 
@@ -21,27 +20,21 @@ class Linear:
     """x [T, K] -> x @ W.T (+ bias) [T, N]."""
 
     def __init__(self, kernel: LinearKernel, weight: Tensor | BlockWeight, bias: Tensor | None = None) -> None:
-        self._run = kernel.run
+        self._run: Callable[..., Tensor] = kernel.run
         if isinstance(weight, BlockWeight):
             assert isinstance(kernel, BlockScaledLinear)
             self.weight = kernel.prepare_blocks(weight, bias)
         else:
             self.weight = kernel.prepare(weight, bias)
-        fuses = isinstance(kernel, NormedLinear) and kernel.takes_norm(self.weight)
-        self._run_normed = kernel.run_normed if fuses else None  # type: ignore[attr-defined]
+        self.reads = kernel.reads(self.weight) if isinstance(kernel, BlockScaledLinear) else NUMBERS
+        """In which form it wants x."""
 
     @property
     def num_bytes(self) -> int:
         return self.weight.num_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._run(x, self.weight)
-
-    def normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """This of norm(x), in one pass over x where the kernel has one."""
-        if self._run_normed is None:
-            return self(norm(x))
-        return self._run_normed(x, norm.weight, norm.eps, self.weight)
+    def __call__(self, x: Activation) -> Tensor:
+        return self._run(as_read(x, self.reads), self.weight)
 
 
 def load_linear(

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.protocol import FusedMLA, MLABackend, MLALayer
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.quantization.protocol import Activation, Reads, read_by_all
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.layers import mla_pieces
@@ -113,6 +114,7 @@ class MLAAttention:
         self._kv_a = load_linear(kernel, reader, both, [rank, mla.cache_width], hidden, mla.bias)
         self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
+        self._q_norm.feed(self._q.reads)
 
     def _load_kv_b(self, whole: MLAConfig, reader: WeightSource, prefix: str) -> None:
         mla = self._mla
@@ -126,15 +128,20 @@ class MLAAttention:
         self._w_uv = self._linear.prepare_heads(heads[:, mla.qk_nope_head_dim :].contiguous())  # [H, V, C]
         self._kv_b = Linear(self._linear, weight)
 
+    @property
+    def reads(self) -> Reads:
+        """How it reads the hidden states."""
+        return self._kv_a.reads if self._q_norm is not None else read_by_all(self._kv_a.reads, self._q.reads)
+
     def pieces(self, batch: ForwardBatch) -> list[Piece]:
         """Host work of a step, the same for every layer: compute it once and hand it to each `forward`."""
         return mla_pieces.cut(batch.attention, self._backend, batch.attention_plan, *self._limits)
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch, pieces: list[Piece] | None = None) -> Tensor:
+    def forward(self, hidden: Activation, batch: ForwardBatch, pieces: list[Piece] | None = None) -> Tensor:
         mla, cache = self._mla, batch.kv[self._layer_index]
         pieces = self.pieces(batch) if pieces is None else pieces
         run, absorbed = self._run_whole, len(pieces) == 1 and pieces[0].absorbed
-        if run is not None and absorbed and hidden.shape[0] <= self._max_fused_tokens:
+        if run is not None and absorbed and len(hidden) <= self._max_fused_tokens:
             return run(hidden, batch.positions, batch.slots, cache, pieces[0].queries, pieces[0].plan)
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
@@ -143,7 +150,7 @@ class MLAAttention:
             attend(q[piece.tokens], cache, piece, out[piece.tokens])
         return self._o(out.flatten(1))
 
-    def remember(self, hidden: Tensor, batch: ForwardBatch) -> None:
+    def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
         """Writes what `forward` would write to the cache, and nothing else."""
         kv_a = self._kv_a(hidden)[:, -self._mla.cache_width :]
         norm, cache = self._kv_norm, batch.kv[self._layer_index]
@@ -171,7 +178,7 @@ class MLAAttention:
 
     # -- pieces
 
-    def _enter(self, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+    def _enter(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """hidden [T, D] -> rotated q [T, H, N+R]; writes the tokens' rows to cache[slots]."""
         q, kv_a = self._project(hidden)
         self._ops.rotate(q, positions, self._rotary)
@@ -179,7 +186,7 @@ class MLAAttention:
         self._ops.write_latent(kv_a, norm.weight, norm.eps, positions, self._rotary, slots, cache)
         return q
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(self, hidden: Activation) -> tuple[Tensor, Tensor]:
         """hidden [T, D] -> q [T, H, N+R], kv_a [T, C+R]."""
         mla = self._mla
         kv_a = self._kv_a(hidden)
@@ -187,7 +194,7 @@ class MLAAttention:
             q = self._q(hidden)
         else:
             down, kv_a = kv_a[:, : -mla.cache_width], kv_a[:, -mla.cache_width :]
-            q = self._q.normed(self._q_norm, down)
+            q = self._q(self._q_norm(down))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
     def _absorbed(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:

@@ -5,10 +5,13 @@ Legend: T tokens, D hidden, I width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.linear.protocol import FusedMLP, PreparedLinear
+from moe_engine.kernels.quantization.protocol import Activation, as_read
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -43,7 +46,10 @@ class MLP:
         self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias, [share, share])
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
         self._silu_and_mul = backends.ops.silu_and_mul
-        self._run_mlp = kernel.run_mlp if isinstance(kernel, FusedMLP) and self._fuses(kernel) else None
+        self.reads = self._gate_up.reads
+        """In which form it wants x."""
+        fuses = isinstance(kernel, FusedMLP) and self._fuses(kernel)
+        self._run_mlp: Callable[..., Tensor] | None = kernel.run_mlp if fuses else None  # type: ignore[attr-defined]
 
     @property
     def weights(self) -> tuple[PreparedLinear, PreparedLinear]:
@@ -74,7 +80,7 @@ class MLP:
             return cls(backends, reader, prefix, hidden, width, bias, Share.of(parallel.world))
         return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE)
 
-    def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
+    def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
         if self._run_mlp is not None:
-            return self._run_mlp(x, self._gate_up.weight, self._down.weight)
+            return self._run_mlp(as_read(x, self.reads), self._gate_up.weight, self._down.weight)
         return self._down(self._silu_and_mul(self._gate_up(x)))

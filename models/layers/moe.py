@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertsKernel, ExpertWeights
 from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, as_read, numbers_of, read_by_all
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.stages import Stages, finish
@@ -143,7 +144,13 @@ class MoE:
         """Tells it of the choices while it counts."""
         self._recorder = counter
 
-    def forward(self, x: Tensor, phase: Phase = "prefill") -> Tensor:
+    @property
+    def reads(self) -> Reads:
+        """How the router, the shared expert and the routed ones read x."""
+        shared = () if self._shared is None else (self._shared.reads,)
+        return read_by_all(NUMBERS, self._routed.reads, *shared)
+
+    def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
         if self._whole is not None:
             ids = self.room_for_choices(len(x))
             if ids is None:
@@ -155,7 +162,7 @@ class MoE:
             return finish(self.stages(x, phase))
         weights, ids = self._choose(x)
         shared = None if self._shared is None else self._shared.forward(x)
-        return self._routed.run(x, weights, ids, shared, phase)
+        return self._routed.run(as_read(x, self._routed.reads), weights, ids, shared, phase)
 
     # -- a pass that nobody counts over experts in their own slots, cut where these begin; `before` knows tensors only
 
@@ -165,31 +172,31 @@ class MoE:
         counted = self._recorder is not None and self._recorder.counting
         return self._whole is None and self._overlap is None and self._tables is None and not counted
 
-    def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def before(self, x: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] -> weights and experts [T, K], and what the shared expert adds [T, D]."""
         shared = None if self._shared is None else self._shared.forward(x)
-        return *self._route(x, self._gate, self._bias, self._spec), shared
+        return *self._route(numbers_of(x), self._gate, self._bias, self._spec), shared
 
-    def after(self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None) -> Tensor:
+    def after(self, x: Activation, weights: Tensor, ids: Tensor, shared: Tensor | None) -> Tensor:
         """[T, D]."""
-        return self._routed.run(x, weights, ids, shared)
+        return self._routed.run(as_read(x, self._routed.reads), weights, ids, shared)
 
-    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, x: Activation) -> tuple[Tensor, Tensor]:
         """Weights and slots [T, K]."""
-        weights, ids = self._route(x, self._gate, self._bias, self._spec)
+        weights, ids = self._route(numbers_of(x), self._gate, self._bias, self._spec)
         if self._tables is not None:
             ids = self._tables.to_physical(self.layer_index, ids)
         if self._recorder is not None and self._recorder.counting:
             self._recorder.on_select(self.layer_index, ids)
         return weights, ids
 
-    def stages(self, x: Tensor, phase: Phase = "prefill") -> Stages:
+    def stages(self, x: Activation, phase: Phase = "prefill") -> Stages:
         """`forward`, stopping where tokens are on their way and something else can be computed."""
         routed, overlap = self._routed, self._overlap
         if overlap is None or not isinstance(routed, DispatchedExperts):
             return self.forward(x, phase)
         weights, ids = self._choose(x)
-        sent = routed.send(overlap.lane, x, weights, ids, phase)
+        sent = routed.send(overlap.lane, numbers_of(x), weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield
         back = routed.compute(overlap.lane, sent, weights)

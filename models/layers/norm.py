@@ -1,14 +1,20 @@
-"""RMSNorm, alone and fused with the residual stream. Weights are kept in float32.
+"""RMSNorm, alone, fused with the residual stream, and with the quantisation that those ask for who read it. Weights are
+kept in float32.
 
 Legend: T tokens, D hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.ops.protocol import Ops
+from moe_engine.kernels.ops.protocol import Ops, QuantizingNorms
+from moe_engine.kernels.quantization.protocol import Reads, read_by_all
 from moe_engine.models.weights import WeightSource
 
 
@@ -18,12 +24,22 @@ class RMSNorm:
     def __init__(self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float) -> None:
         self.weight = reader.tensor(prefix + ".weight", (width,), dtype=torch.float32)
         self.eps = eps
-        self._rms_norm = ops.rms_norm
-        self._add_rms_norm = ops.add_rms_norm
+        self._ops = ops
+        self._rms_norm: Callable[..., Any] = ops.rms_norm
+        self._add_rms_norm: Callable[..., Any] = ops.add_rms_norm
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def feed(self, *readers: Reads) -> None:
+        """From now on gives `QuantizedActivation` if any reader wants rows and the kernels of this device make them; to
+        be called only if all that read this norm take them (`as_read`)."""
+        reads = read_by_all(*readers)
+        if reads.rows and isinstance(self._ops, QuantizingNorms):
+            self._rms_norm = partial(self._ops.rms_norm_quantized, reads=reads)
+            self._add_rms_norm = partial(self._ops.add_rms_norm_quantized, reads=reads)
+
+    def __call__(self, x: Tensor) -> Any:
+        """x [T, D] -> its norm, a Tensor unless it feeds FP8 products."""
         return self._rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual [T, D] += x in place; returns the norm of the sum."""
+    def add(self, x: Tensor, residual: Tensor) -> Any:
+        """residual [T, D] += x in place; returns the norm of the sum, as `__call__`."""
         return self._add_rms_norm(x, residual, self.weight, self.eps)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.stages import Staged, Stages, finish
@@ -21,7 +22,8 @@ from moe_engine.parallel.token_moves import Shares, TokenLayout, TokenMoves, Who
 class ShardedLayer:
     """As `DecoderLayer`, with the same arguments.
 
-    `shares_out`: the layer leaves each rank with its share of the residual stream only.
+    `shares_out`: the layer leaves each rank with its share of the residual stream only. `passes_on`: what its last norm
+    gives stays where it is until the next layer reads it.
 
     Of `residual` [T, D] each rank keeps the rows that `moves` says. A group without tokens leaves its attention out,
     and takes part in the rest.
@@ -35,25 +37,31 @@ class ShardedLayer:
         self.feed_forward = feed_forward
         self.next_norm = next_norm
         self.shares_out = isinstance(moves, Shares)
+        self.passes_on = not moves.moves_out
+        if not moves.moves_in:
+            post_norm.feed(feed_forward.reads)
         self._moves = moves
 
-    def forward(self, hidden: Tensor, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
+    def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
         return finish(self.stages(hidden, residual, batch, *more, staged=False))
 
-    def stages(self, hidden: Tensor, residual: Tensor, batch: ForwardBatch, *more: Any, staged: bool = True) -> Stages:
+    def stages(
+        self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any, staged: bool = True
+    ) -> Stages:
         """`forward`, stopping where tokens are on their way to and from experts."""
         step, moves = batch.sizes, self._moves
         assert step is not None
+        mixed = residual[:0]
         if len(hidden):
-            hidden = moves.after_attention(self.attention.forward(hidden, batch, *more), step)
+            mixed = moves.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = moves.residual_rows(residual, step)  # [S, D]
-        hidden = moves.enter(self.post_norm.add(hidden, rows), step)
+        hidden = moves.enter(self.post_norm.add(mixed, rows), step)
         if staged and isinstance(self.feed_forward, Staged):
-            hidden = yield from self.feed_forward.stages(hidden, step.phase)
+            mixed = yield from self.feed_forward.stages(hidden, step.phase)
         else:
-            hidden = self.feed_forward.forward(hidden, step.phase)
-        hidden = moves.leave(hidden, step)
-        return moves.to_attention(self.next_norm.add(hidden, rows), step)
+            mixed = self.feed_forward.forward(hidden, step.phase)
+        mixed = moves.leave(mixed, step)
+        return moves.to_attention(self.next_norm.add(mixed, rows), step)
 
 
 def choose_moves(parallel: ParallelContext, layout: TokenLayout, shared_out: bool) -> TokenMoves:

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.parallel.dispatch.protocol import Phase
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ Stages = Generator[None, None, Tensor]
 class Staged(Protocol):
     """A feed-forward part with stages."""
 
-    def stages(self, x: Tensor, phase: Phase = "prefill") -> Stages: ...
+    def stages(self, x: Activation, phase: Phase = "prefill") -> Stages: ...
 
 
 def finish(stages: Generator[None, None, T]) -> T:

@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP, NormedLinear
+from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, named_shapes
 from moe_engine.kernels.linear.tiles import BLOCK_FP8, NUM_SMS, block_fp8_tiles
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedRows
+from moe_engine.kernels.quantization.protocol import NUMBERS, BlockWeight, QuantizedRows, Reads
 from tests.kernels_cpu.formulas import rms_norm, silu
 from tests.kernels_triton.poison import poisoned_memory
 
@@ -115,9 +116,11 @@ def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
     x = torch.randn(rows, 330).bfloat16()[:, 3:203]
     weight = reference.quantize_weight(torch.randn(70, 200), power_of_two)
     prepared = linear.prepare_blocks(weight, torch.randn(70))
-    assert isinstance(linear, NormedLinear) and linear.takes_norm(prepared)
-    assert not linear.takes_norm(linear.prepare(torch.randn(4, 200)))
-    got = linear.run_normed(x, norm, 1e-5, prepared)
+    assert linear.reads(prepared) == Reads.fp8(power_of_two)
+    assert linear.reads(linear.prepare(torch.randn(4, 200))) == NUMBERS
+    normed = TritonOps().rms_norm_quantized(x, norm, 1e-5, linear.reads(prepared))
+    assert normed.numbers is None and len(normed) == rows
+    got = linear.run(normed, prepared)
     assert got.shape == (rows, 70) and got.dtype == x.dtype
     _, quantised = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
     want = reference.block_product(quantised, weight) + prepared.bias.double()

@@ -26,8 +26,9 @@ from moe_engine.kernels.linear import triton_linear
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import FP8, BlockWeight
+from moe_engine.kernels.quantization.protocol import FP8, NUMBERS, BlockWeight, Reads
 from moe_engine.kernels.registry import select
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
@@ -57,6 +58,9 @@ class EmulatedLinear(TorchLinear):
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         prepared = self.prepare(reference.dequantize_weight(weight), bias)
         return replace(prepared, data=(prepared.data, weight.power_of_two))
+
+    def reads(self, weight: PreparedLinear) -> Reads:
+        return NUMBERS
 
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         if isinstance(weight.data, Tensor):
@@ -98,16 +102,17 @@ def stepper(
     config = load_model_config(path, overrides)
     backends = make_backends(config)
     if linear is not None:
-        backends = replace(backends, linear=linear, experts=experts)  # type: ignore[arg-type]
+        ops = TritonOps() if isinstance(linear, TritonLinear) else backends.ops  # whose norms quantise
+        backends = replace(backends, ops=ops, linear=linear, experts=experts)  # type: ignore[arg-type]
     model = load_model(path, config, "float32", "cpu", backends, **options)
     return Stepper(model, config, backends)
 
 
 def logits_of(loaded: Stepper) -> Tensor:
-    """A prompt of 9 tokens, then two decode steps."""
-    tokens = torch.randint(0, 256, (11,), generator=torch.Generator().manual_seed(5)).tolist()
-    found = loaded.step([Chunk(0, tokens[:9], False)])
-    for token in tokens[9:]:
+    """A prompt of 5 tokens, then a decode step."""
+    tokens = torch.randint(0, 256, (6,), generator=torch.Generator().manual_seed(5)).tolist()
+    found = loaded.step([Chunk(0, tokens[:5], False)])
+    for token in tokens[5:]:
         found += loaded.step([Chunk(0, [token], True)])
     return torch.cat(found)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
 from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertBatch, ExpertWeights, MovableExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
-from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP, NormedLinear
+from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP
 from moe_engine.kernels.quantization import reference as fp8
-from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.quantization.protocol import NUMBERS, BlockWeight, QuantizedActivation, Reads
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm
 from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp, row_counts
 from tests.kernels_cpu.formulas import NAN, close, gated, normal, rms_norm, silu
@@ -73,13 +73,15 @@ def test_linear_equals_float64(arch, power_of_two):
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
     kernel = DeepGemmLinear(library(arch)[1])
-    assert isinstance(kernel, NormedLinear) and isinstance(kernel, FusedMLP)
+    assert isinstance(kernel, FusedMLP)
     gate_up, down = weight(384, 256), weight(128, 256)
     first = kernel.prepare_blocks(gate_up)
     x, norm = normal(tokens, 300, dtype=BF16)[:, :256], torch.rand(256) + 0.5
-    assert kernel.takes_norm(first) and not kernel.takes_norm(kernel.prepare(normal(4, 8, dtype=BF16)))
-    want = fp8.block_product(fp8.rms_norm_quantize(x, norm, 1e-5, None, arch == 10)[1], as_used(gate_up, arch))
-    got = kernel.run_normed(x, norm, 1e-5, first)
+    assert kernel.reads(first) == Reads.fp8(arch == 10)
+    assert kernel.reads(kernel.prepare(normal(4, 8, dtype=BF16))) == NUMBERS
+    normed = fp8.rms_norm_quantize(x, norm, 1e-5, None, arch == 10)[1]
+    want = fp8.block_product(normed, as_used(gate_up, arch))
+    got = kernel.run(QuantizedActivation(normed, None, BF16), first)
     assert got.shape == (tokens, 384)
     inner = kernel.prepare_blocks(weight(512, 256)), kernel.prepare_blocks(down)
     assert kernel.fuses_mlp(*inner) and not kernel.fuses_mlp(first, kernel.prepare(normal(4, 8, dtype=BF16)))

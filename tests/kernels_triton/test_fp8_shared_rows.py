@@ -1,0 +1,103 @@
+"""Activations are quantised once, by the norm before those that read them: values, bits, and how many kernels run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.ops.triton_ops import TritonOps
+from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.protocol import (
+    NUMBERS,
+    QuantizedActivation,
+    Reads,
+    as_read,
+    numbers_of,
+    read_by_all,
+)
+from moe_engine.kernels.quantization.triton_rows import quantize_rows
+from moe_engine.models.config import load_model_config
+from moe_engine.models.layers.linear import Linear
+from moe_engine.models.loader import load_model
+from tests.kernels_triton.launches import launches
+from tests.kernels_triton.test_fp8_model import SIZES
+from tests.models.checkpoints import make_checkpoint
+from tests.models.stepper import Chunk, Stepper, make_backends
+
+
+def stepper(path: Path, ops: object, linear: object, experts: object) -> Stepper:
+    config = load_model_config(path)
+    backends = replace(make_backends(config), ops=ops, linear=linear, experts=experts)  # type: ignore[arg-type]
+    return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+
+
+def decode_launches(loaded: Stepper) -> Counter[str]:
+    loaded.step([Chunk(0, [7], False)])
+    with launches() as names:
+        loaded.step([Chunk(0, [41], True)])
+    return Counter(names)
+
+
+class NormsApart(TritonOps):
+    """Without `QuantizingNorms`: what runs where norms and quantisation are two kernels."""
+
+    rms_norm_quantized = None  # type: ignore[assignment]
+    add_rms_norm_quantized = None  # type: ignore[assignment]
+
+
+def test_a_layer_quantises_once_for_all_that_read(tmp_path: Path) -> None:
+    """A dense layer and a mixture: q_a and kv_a read one quantisation, gate and up one, and of the mixture the router,
+    the shared expert and the routed ones all read what the norm before them wrote."""
+    path = make_checkpoint("deepseek_v3", tmp_path, seed=3, fp8=True, **SIZES)
+    shared = stepper(path, TritonOps(), TritonLinear(), TritonExperts())
+    apart = stepper(path, NormsApart(), TritonLinear(), TritonExperts())
+    together, separate = decode_launches(shared), decode_launches(apart)
+    layers, mixtures = 2, 1
+    assert together["rms_norm_quantize_kernel"] == 3 * layers  # before attention, q_b, and the feed-forward part
+    assert together["quantize_kernel"] == layers  # what attention found, for o_proj
+    assert together["rms_norm_kernel"] == 1  # the last one, before the head
+    assert separate["rms_norm_quantize_kernel"] == 0 and separate["rms_norm_kernel"] == 3 * layers + 1
+    assert separate["quantize_kernel"] == 4 * layers + mixtures
+    assert separate.total() - together.total() == 3 * layers + mixtures
+    assert together["silu_mul_quantize_kernel"] == layers  # where the product wrote: the dense and the shared MLP
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_norms_quantise_what_they_give(power_of_two: bool, adds: bool) -> None:
+    """The rows are the numbers quantised, bit for bit, and the numbers are those of the norm alone."""
+    ops, norm, reads = TritonOps(), torch.rand(300) + 0.5, Reads(True, True, power_of_two)
+    x, stream = torch.randn(5, 300).bfloat16(), torch.randn(5, 300).bfloat16()
+    once = stream.clone()
+    if adds:
+        found = ops.add_rms_norm_quantized(x, once, norm, 1e-5, reads)
+        want = ops.add_rms_norm(x, stream, norm, 1e-5)
+        assert torch.equal(once, stream)
+    else:
+        found, want = ops.rms_norm_quantized(x, norm, 1e-5, reads), ops.rms_norm(x, norm, 1e-5)
+    numbers = numbers_of(found)
+    torch.testing.assert_close(numbers, want, rtol=2**-7, atol=0)  # sums in another order: one step of bf16
+    again = quantize_rows(numbers, power_of_two)
+    assert torch.equal(found.rows.data.view(torch.uint8), again.data.view(torch.uint8))
+    assert torch.equal(found.rows.scales, again.scales)
+
+
+def test_what_serves_several_readers() -> None:
+    fp8, powers = Reads.fp8(False), Reads.fp8(True)
+    assert read_by_all(fp8, fp8) == fp8 and read_by_all(NUMBERS, powers) == Reads(True, True, True)
+    assert read_by_all(NUMBERS, NUMBERS) == NUMBERS == read_by_all()
+    assert read_by_all(fp8, powers, powers) == NUMBERS  # nobody gets scales of another kind than it asked for
+    x = torch.randn(3, 128)
+    alone = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
+    assert as_read(x, fp8) is x and as_read(alone, fp8) is alone
+    with pytest.raises(ValueError, match="quantised alone"):
+        numbers_of(alone)
+    both = replace(alone, numbers=x)
+    plain = Linear(TritonLinear(), torch.randn(8, 128))
+    assert plain.reads == NUMBERS and torch.equal(plain(both), plain(x))
