@@ -19,6 +19,12 @@ MAX_EXPANDED_TOKENS = 16384
 MAX_ABSORBED_TOKENS = 1024
 """Query tokens of one piece when a long context is read in the absorbed form instead."""
 
+DRAFT_CATCH_UP = 4096
+"""Tokens of all rows that a draft model computes at once when it has not seen them."""
+
+DRAFT_FEW = 16
+"""Tokens of a row up to which a draft model computes them in the form of decodes."""
+
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""

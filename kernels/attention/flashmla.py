@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import limits
-from moe_engine.kernels.attention.flashmla_records import Chosen
+from moe_engine.kernels.attention.flashmla_records import Chosen, ChosenInPlace
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
 from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries
 from moe_engine.kernels.device import HeadWidths, Need, probe
@@ -76,6 +76,7 @@ class FlashMLA:
     Args:
         module: the library; default: the installed one.
         expanded: who runs the expanded form; default: the most preferred other row that can run here.
+        major: compute capability of the GPU; default: of the one here.
 
     Raises:
         ImportError: the library is not here or lacks what is called.
@@ -83,22 +84,35 @@ class FlashMLA:
 
     name = "flashmla"
 
-    def __init__(self, module: Any | None = None, expanded: MLABackend | None = None) -> None:
+    def __init__(self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None) -> None:
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
         self._plans_itself = not accepts(self._lib.get_mla_metadata, "cache_seqlens")
         self._prefill = expanded
         self._room = Room()
+        self._major = major
+        self._heads: int | None = None  # of the last layer over records, as the kernel has them
         self._reads_records: bool | None = None  # None: no layer has run
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         return StepPlan(batch)  # schedules are made by the library at a step's first layer, on the device
 
-    def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | None:
-        """As `Replayable` says; schedules are made where they are recorded. Not for FP8 records, whose lists of tokens
-        would be as long as the longest context for every step."""
-        if batch.decode is None or self._reads_records is not False:
+    def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | ChosenInPlace | None:
+        """As `Replayable` says; schedules are made where they are recorded. For FP8 records on Blackwell only: see
+        `flashmla_records`."""
+        if batch.decode is None or self._reads_records is None:
             return None
-        return TableInPlace(batch, batch.decode, self._room, PAGE)
+        if not self._reads_records:
+            return TableInPlace(batch, batch.decode, self._room, PAGE)
+        if not self._takes_lengths():
+            return None
+        schedule, _ = self._lib.get_mla_metadata()
+        return ChosenInPlace(batch, batch.decode, self._room, schedule, ("chosen", self._heads))
+
+    def _takes_lengths(self) -> bool:
+        """Whether the kernel over records stops where a list's length on the device says."""
+        if self._major is None:
+            self._major = (probe("cuda").capability or (0, 0))[0]
+        return self._major >= 10 and accepts(self._lib.flash_mla_with_kvcache, "topk_length")
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
@@ -164,16 +178,16 @@ class FlashMLA:
         reason = limits.flashmla_records(heads)
         if reason:
             raise ValueError(reason)
-        padded = next(count for count in limits.FLASHMLA_RECORD_HEADS if heads <= count)
+        padded = self._heads = next(count for count in limits.FLASHMLA_RECORD_HEADS if heads <= count)
         query = q.new_zeros(tokens, 1, padded, width)
         query[:, 0, :heads] = q
         pages = as_pages(cache, queries.page_size).unsqueeze(2)
         chosen = plan.get(queries, ("chosen", padded), lambda: Chosen(queries, lambda: self._lib.get_mla_metadata()[0]))
         out = q.new_empty(tokens, heads, LATENT)
-        for part, schedule, indices in chosen.parts():
+        for part, schedule, indices, lengths in chosen.parts():
             result, _ = self._lib.flash_mla_with_kvcache(
                 query[part], pages, None, None, LATENT, schedule, softmax_scale=scale, is_fp8_kvcache=True,
-                indices=indices,
+                indices=indices, **({} if lengths is None else {"topk_length": lengths}),
             )  # fmt: skip
             out[part] = result[:, 0, :heads]
         return out

@@ -45,6 +45,7 @@ class AttentionLoad:
 
     requests, tokens_each: of the largest step of decodes or verifications. widths: of the model there.
     pages: of the longest context. graphs, recorded: how many steps are recorded, and requests of the largest.
+    record_page: tokens of a page where the cache holds FP8 records, which some kernels read by lists of slots; else 0.
     """
 
     requests: int
@@ -53,6 +54,7 @@ class AttentionLoad:
     pages: int
     graphs: int = 0
     recorded: int = 0
+    record_page: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -68,6 +70,11 @@ class AttentionLoad:
     def table_bytes(self) -> int:
         """Page numbers of all requests, kept where recordings read them."""
         return 4 * self.recorded * self.pages if self.graphs else 0
+
+    @property
+    def list_bytes(self) -> int:
+        """The slots of every token that each query token sees, kept where recordings read them."""
+        return self.record_page * self.tokens_each * self.table_bytes
 
 
 Workspace = Callable[[AttentionLoad], int]
@@ -102,10 +109,11 @@ def flashinfer_gqa(load: AttentionLoad) -> int:
 
 def flashmla(load: AttentionLoad) -> int:
     """A result for each request and one more for each part of the device, a part having as many multiprocessors as a
-    request has blocks of 64 rows."""
+    request has blocks of 64 rows; and of records the lists of recorded steps (which Hopper does not record)."""
     parts = max(1, MULTIPROCESSORS // -(-load.tokens_each * load.widths.heads // 64))
     splits = sum(size + parts for size in load.sizes)
-    return splits * load.tokens_each * load.row_bytes + load.table_bytes
+    kept = load.list_bytes if load.record_page else load.table_bytes
+    return splits * load.tokens_each * load.row_bytes + kept
 
 
 def fa3(load: AttentionLoad) -> int:

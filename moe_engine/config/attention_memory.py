@@ -6,11 +6,13 @@ from moe_engine.config.ledger import TABLE_PADDING, LedgerRow
 from moe_engine.config.machine import Machine
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
+from moe_engine.kernels.attention.kv_format import E4M3
 from moe_engine.kernels.attention.workspaces import AttentionLoad
 from moe_engine.kernels.device import Need
 from moe_engine.kernels.registry import Row, select
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.needs import head_widths
+from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.types import GraphSettings
 
 
@@ -41,6 +43,7 @@ def workspace_rows(
     tokens_each: int,
     context_len: int,
     page_size: int,
+    kv_dtype: str = "auto",
 ) -> list[LedgerRow]:
     """What the backend takes beside activations, stated by itself.
 
@@ -59,8 +62,29 @@ def workspace_rows(
         pages=-(-(context_len + TABLE_PADDING + drafted) // page_size),
         graphs=graphs.num_graphs,
         recorded=max(graphs.sizes, default=0),
+        record_page=page_size if kv_dtype == E4M3 else 0,
     )
     detail = f"{row.name}: results of parts of long contexts"
     if load.graphs:
         detail += f", plans of {load.graphs} recorded steps"
     return [LedgerRow("attention workspace", row.workspace(load), detail)]
+
+
+def draft_workspace_rows(
+    row: Row | None, draft: ModelConfig, running: int, depth: int, context_len: int, page_size: int
+) -> list[LedgerRow]:
+    """The same of a draft model, whose backend is another instance. Its steps are not recorded.
+
+    Args:
+        depth: query tokens of a request in its largest step of drafting (a tree's, or one behind the other).
+    """
+    if row is None or row.workspace is None:
+        return []
+    most = max(depth, DRAFT_FEW)  # when it catches up with what requests have got meanwhile
+    pages = -(-(context_len + TABLE_PADDING + 2 * depth) // page_size)
+    loads = (
+        AttentionLoad(requests=requests, tokens_each=tokens, widths=head_widths(draft), pages=pages)
+        for requests, tokens in ((running, depth), (min(running, DRAFT_CATCH_UP // most), most))
+    )
+    detail = f"{row.name}, for {draft.architecture}"
+    return [LedgerRow("draft attention workspace", max(map(row.workspace, loads)), detail)]

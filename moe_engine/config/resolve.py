@@ -26,6 +26,7 @@ from moe_engine.config.server import ServerArgs
 from moe_engine.config.sizing import CPU_MAX_RUNNING, GPU_MAX_RUNNING, Sizing, SizingInput, StepShape, size_memory
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
+from moe_engine.kernels.registry import Row
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.demo import CHECKPOINT_DIR
 from moe_engine.models.needs import need_of_model
@@ -414,8 +415,12 @@ def _size(
     graphs: GraphSettings,
 ) -> Sizing:
     memory = args.memory
-    need = need_of_model(local_heads(model, parallel.topology.attn_tp_size), dtype, kv_dtype, page_size)
-    need = dataclasses.replace(need, deterministic=args.backends.enable_deterministic_inference)
+
+    def attention_of(config: ModelConfig) -> Row | None:
+        deterministic = args.backends.enable_deterministic_inference
+        need = need_of_model(config, dtype, kv_dtype, page_size, deterministic)
+        return attention_row(machine, need, args.backends.attention_backend)
+
     shape = StepShape(
         chunk,
         memory.max_prefill_tokens,
@@ -442,7 +447,8 @@ def _size(
             parallel=parallel,
             experts=experts,
             graphs=graphs,
-            attention=attention_row(machine, need, args.backends.attention_backend),
+            attention=attention_of(local_heads(model, parallel.topology.attn_tp_size)),
+            draft_attention=None if draft is None else attention_of(draft.config),
         )
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from moe_engine.config.attention_memory import workspace_rows
+from moe_engine.config.attention_memory import draft_workspace_rows, workspace_rows
 from moe_engine.config.checkpoint import CheckpointFacts
 from moe_engine.config.ledger import (
     DRAFT_WEIGHTS,
@@ -98,6 +98,8 @@ class SizingInput:
     graphs: GraphSettings = field(default_factory=GraphSettings)
     attention: Row | None = None
     """The attention backend that was chosen on an accelerator."""
+    draft_attention: Row | None = None
+    """That of the draft model."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -197,7 +199,8 @@ def _attention_rows(given: SizingInput) -> list[LedgerRow]:
     """Scratch memory of the attention backend, where that is of note."""
     shape, graphs = given.shape, given.graphs.up_to(given.shape.running)
     sizes = shape.running, shape.decode_tokens, shape.context_len, given.page_size
-    return workspace_rows(given.attention, given.local_model, graphs, *sizes)
+    rows = workspace_rows(given.attention, given.local_model, graphs, *sizes, given.kv_dtype)
+    return rows if given.draft is None else rows + draft_workspace_rows(given.draft_attention, given.draft, *sizes)
 
 
 def _expert_rows(given: SizingInput) -> list[LedgerRow]:

@@ -13,13 +13,17 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.explain import explain_text
 from moe_engine.config.launch_plan import prepare
-from moe_engine.config.resolve import ResolvedConfig
+from moe_engine.config.resolve import ResolvedConfig, resolve
+from moe_engine.config.resolve_speculation import DraftModel
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.attention import workspaces
 from moe_engine.kernels.attention.workspaces import MIB, AttentionLoad
 from moe_engine.kernels.device import HeadWidths
 from moe_engine.kernels.vendors import probe
+from moe_engine.models.config import load_model_config
+from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from tests.config.conftest import SMALL, V3, machine
+from tests.config.test_speculation import LLAMA
 
 V3_WIDTHS = HeadWidths(128, 1, 192, 128, 512, 64)
 
@@ -60,6 +64,28 @@ def test_none_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
     assert all(row.name != "attention workspace" for row in resolved().ledger.rows)
 
 
+@pytest.mark.parametrize(("width", "name"), [(64, "flashinfer"), (16, "triton")])
+def test_a_draft_model_has_a_workspace_of_its_own(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, width: int, name: str
+) -> None:
+    """Its backend is another instance, which also catches up with many tokens a request; nothing of it is recorded."""
+    monkeypatch.setattr(probe, "_found", lambda name: True)
+    folder, drafter = model_dir(SMALL), model_dir({**LLAMA, "head_dim": width}, name="draft")
+    args = EngineArgs.from_kwargs(
+        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(drafter), max_running_requests=300
+    )
+    gpu = dataclasses.replace(machine(1000, 1000, "cuda"), capability=(9, 0))
+    draft = DraftModel(str(drafter), load_model_config(drafter))
+    config = resolve(args, load_model_config(folder), gpu, model_path=str(folder), draft=draft)
+    (row,) = (row for row in config.ledger.rows if row.name == "draft attention workspace")
+    assert name in row.detail and "LlamaForCausalLM" in row.detail
+    states = getattr(workspaces, {"flashinfer": "flashinfer_gqa"}.get(name, name))
+    widths, depth = HeadWidths(4, 2, width, width), config.speculation.num_draft_tokens  # type: ignore[union-attr]
+    pages = -(-(config.context_length + 4 + 2 * depth) // config.page_size)
+    many = AttentionLoad(DRAFT_CATCH_UP // DRAFT_FEW, DRAFT_FEW, widths, pages)
+    assert row.num_bytes == max(states(AttentionLoad(300, depth, widths, pages)), states(many)) > 0
+
+
 def test_widths_and_capabilities_are_refused_at_start(prepared: Callable[..., ResolvedConfig]) -> None:
     with pytest.raises(ConfigError, match=r"--attention-backend flashmla:.*512\+64 channels, not 64\+16"):
         prepared(SMALL, attention_backend="flashmla", page_size=64)
@@ -77,6 +103,8 @@ def test_sizes_by_hand() -> None:
     result = 4 * 128 * 513  # of one query token
     assert workspaces.flashmla(eager) == (256 + 160 // 2) * result
     assert workspaces.flashmla(recorded) == 2 * workspaces.flashmla(eager) + 4 * 256 * 128
+    records = dataclasses.replace(recorded, record_page=64)  # a list of every context instead of its pages
+    assert workspaces.flashmla(records) == 2 * workspaces.flashmla(eager) + 4 * 256 * 128 * 64
     assert workspaces.flashinfer(recorded) == (128 + (8 + 36) * 8) * MIB + 4 * 256 * 128
     assert workspaces.fa3(eager) == 256 * MIB
     assert workspaces.fa3(dataclasses.replace(eager, requests=2)) == 128 * 2 * result

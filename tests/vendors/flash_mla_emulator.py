@@ -64,14 +64,14 @@ def _module(arch: int) -> Any:
         config = (*q.shape[:3], *k_cache.shape[1:3], causal, is_fp8_kvcache, topk)
         must(schedule.config in (None, config), f"the schedule was made for {schedule.config}, not {config}")
         if schedule.config is None:
-            schedule.plan(cache_seqlens)
+            schedule.plan(topk_length if cache_seqlens is None else cache_seqlens)
         schedule.config = config
-        schedule.check(cache_seqlens)
+        schedule.check(topk_length if cache_seqlens is None else cache_seqlens)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         if indices is not None:
             must(not causal and is_fp8_kvcache and block_table is None, "sparse attention: FP8 records, no causal mask")
             must(topk_length is None or arch == 10, "no topk_length on Hopper")
-            return _sparse(q, k_cache, indices, scale)
+            return _sparse(q, k_cache, indices, scale, topk_length)
         must(arch == 9, "dense decode is for Hopper")
         must(not is_fp8_kvcache and attn_sink is None and topk_length is None, "dense decode takes none of these")
         return _dense(q, k_cache, block_table, cache_seqlens, scale, causal)
@@ -106,7 +106,7 @@ def _dense(q, k_cache, block_table, cache_seqlens, scale, causal):
 
 
 @launched
-def _sparse(q, k_cache, indices, scale):
+def _sparse(q, k_cache, indices, scale, topk_length):
     must(q.dtype == torch.bfloat16, f"sparse decode takes bf16, not {q.dtype}")
     must(q.shape[2] in (64, 128), f"sparse decode has kernels for 64 or 128 heads, not {q.shape[2]}")
     must(
@@ -116,6 +116,11 @@ def _sparse(q, k_cache, indices, scale):
     check_index(indices, "indices", 3)
     must(indices.shape[:2] == q.shape[:2] and indices.shape[2] % 64 == 0, f"indices {list(indices.shape)}")
     slots = len(k_cache) * k_cache.shape[1]
+    if topk_length is not None:
+        check_index(topk_length, "topk_length")
+        must(len(topk_length) == len(q) and bool((topk_length <= indices.shape[2]).all()), "topk_length")
+        listed = torch.arange(indices.shape[2]) < topk_length[:, None, None]
+        indices = torch.where(listed, indices, -1)
     must(bool(((indices >= -1) & (indices < slots)).all()), "an index is out of range")
     flat = k_cache.reshape(slots, RECORD)
     out, lse = poison(*q.shape[:3], LATENT, dtype=q.dtype), poison(len(q), q.shape[2], q.shape[1], dtype=torch.float32)

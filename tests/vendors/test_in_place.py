@@ -12,6 +12,7 @@ from moe_engine.kernels.attention.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.flashmla import FlashMLA
+from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, RenewablePlan, Replayable
 from moe_engine.kernels.attention.reference import TorchMLA
 from tests.kernels_cpu.formulas import attend, close, normal
@@ -218,8 +219,43 @@ def test_what_cannot_be_planned_in_place_says_so() -> None:
             assert backend.plan_in_place(static.batch) is None, "no layer has run: its numbers are not known"
 
 
-def test_flashmla_over_fp8_records_stays_eager() -> None:
-    backend, static = flash_mla(True), Static(1, 64)
+def over_records(arch: int) -> FlashMLA:
+    return FlashMLA(flash_mla_emulator.module(arch), expanded=TorchMLA(), major=arch)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_flashmla_over_fp8_records_replayed_on_blackwell(count: int) -> None:
+    """Lists as wide as any context, of which each token's length counts; behind it lies what other steps left."""
+    backend, heads, scale = over_records(10), 3, WIDTH**-0.5
+    made = []
+    for size in (SIZE, 2):  # recordings share the room
+        static = Static(count, 16, size)
+        records = pack(normal(static.num_slots, WIDTH, dtype=BF16), LATENT, FP8_GROUPS)
+        q, out = normal(size * count, heads, WIDTH, dtype=BF16), torch.zeros(size * count, heads, LATENT, dtype=BF16)
+
+        def layers(plan: Any, static=static, records=records, q=q, out=out) -> None:
+            for factor in (1.0, 0.5):  # two layers share lists and schedule
+                out.copy_(backend.absorbed(q * factor, records, static.queries, scale, plan, LATENT))
+
+        layers(backend.plan(static.batch))
+        layers(planned(backend, static))
+        plan = planned(backend, static)
+        made.append((static, records, q, out, plan, TapeGraphs().capture(lambda: layers(plan))))  # noqa: B023
+    for turn, live in ((0, SIZE), (1, 1), (0, 2), (1, 2), (0, 3)):
+        static, records, q, out, plan, tape = made[turn]
+        static.step(live)
+        q.copy_(normal(*q.shape, dtype=BF16))
+        plan.renew()
+        tape.replay()
+        exact = flash_mla_emulator.unpack(records)
+        for i in range(static.size):
+            tokens, keys = slice(i * count, (i + 1) * count), exact[static.slots(i)][:, None].expand(-1, heads, -1)
+            close(out[tokens], attend(q[tokens] * 0.5, keys, keys[..., :LATENT], scale))
+
+
+def test_flashmla_over_fp8_records_stays_eager_on_hopper() -> None:
+    """Its kernel takes no lengths there: a recording would read lists of the longest context there may be."""
+    backend, static = over_records(9), Static(1, 64)
     records = torch.zeros(static.num_slots, 656, dtype=torch.uint8)
     backend.absorbed(normal(SIZE, 2, WIDTH, dtype=BF16), records, static.queries, 0.04, None)
     assert backend.plan_in_place(static.batch) is None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import Model
+from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
 from moe_engine.worker.device_stream import DeviceStream
@@ -26,11 +27,6 @@ from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.tree import NodeRun, grow
-
-MAX_CATCH_UP = 4096
-"""Tokens of all rows computed at once when it catches up."""
-FEW = 16
-"""Tokens of a row up to which they are computed in the form of decodes."""
 
 
 class StandaloneDrafter:
@@ -86,7 +82,11 @@ class StandaloneDrafter:
 
     def _run(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
         batch, forward = self._batches.runs(
-            rows, starts, counts, self._ids(rows, starts, counts), num_decodes=len(rows) if counts.max() <= FEW else 0
+            rows,
+            starts,
+            counts,
+            self._ids(rows, starts, counts),
+            num_decodes=len(rows) if counts.max() <= DRAFT_FEW else 0,
         )
         hidden = self._model.forward(forward)
         return self._model.logits(hidden.index_select(0, batch.logits_rows))
@@ -98,10 +98,10 @@ class StandaloneDrafter:
 
 
 def _pieces(counts: np.ndarray) -> list[tuple[int, int]]:
-    """Cuts rows into groups of at most `MAX_CATCH_UP` tokens (one row at least)."""
+    """Cuts rows into groups of at most `DRAFT_CATCH_UP` tokens (one row at least)."""
     out, begin, total = [], 0, 0
     for i, count in enumerate(counts.tolist()):
-        if i > begin and total + count > MAX_CATCH_UP:
+        if i > begin and total + count > DRAFT_CATCH_UP:
             out.append((begin, i))
             begin, total = i, 0
         total += count
@@ -110,9 +110,9 @@ def _pieces(counts: np.ndarray) -> list[tuple[int, int]]:
 
 def _chunks(starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """A group in one go, or a single long row a piece at a time."""
-    if len(starts) > 1 or int(ends[0] - starts[0]) <= MAX_CATCH_UP:
+    if len(starts) > 1 or int(ends[0] - starts[0]) <= DRAFT_CATCH_UP:
         return [(starts, ends)]
-    cuts = [*range(int(starts[0]), int(ends[0]), MAX_CATCH_UP), int(ends[0])]
+    cuts = [*range(int(starts[0]), int(ends[0]), DRAFT_CATCH_UP), int(ends[0])]
     return [(np.array([a]), np.array([b])) for a, b in pairwise(cuts)]
 
 
