@@ -72,7 +72,7 @@ def run_all(names: Sequence[str], seconds: float, output: Path, dry: bool = Fals
 
 def part_text(name: str, values: dict[str, Any]) -> str:
     """A part's result for people."""
-    from benchmarks.gpu_suite import exchange, kernel_times
+    from benchmarks.gpu_suite import exchange, kernel_times, tokens
 
     if "failed" in values:
         return f"failed: {values['failed']}"
@@ -82,6 +82,8 @@ def part_text(name: str, values: dict[str, Any]) -> str:
         return f"{values['num_kernels']} kernels compiled for sm_{values['arch']}, {values['wrong']} not fit to ship"
     if name == "kernels":
         return kernel_times.as_text(values)
+    if name == "tokens":
+        return tokens.as_text(values)
     if name == "exchange":
         return exchange.as_text(values)
     if name == "parity":
@@ -93,7 +95,15 @@ def part_text(name: str, values: dict[str, Any]) -> str:
     if name == "profile":
         classes = [(n, f"{c['us']:.0f}", f"{c['launches']:.0f}") for n, c in values["classes"].items()]
         head = f"step {values['step_us']:.0f} us, of which the device worked {values['device_us']:.0f} us"
-        return head + "\n" + table(("class", "us", "launches"), classes)
+        first = [(n["kernel"][:70], f"{n['us']:.0f}", f"{n['share']:.0%}") for n in values["next"]]
+        text = head + "\n" + table(("class", "us", "launches"), classes)
+        return text + "\n" + table(("next to look at", "us", "of a step"), first)
+    if name == "fp8_layers":
+        cells = [
+            (p["batch_size"], f"{p['layer_us']:.0f}", f"{p['layer_floor_us']:.0f}", f"{p['of_floor']:.2f}")
+            for p in values["points"]
+        ]
+        return table(("batch", "us a layer", "floor us", "of floor"), cells)
     latencies = [(p["batch_size"], p["median_decode_latency"]) for p in values.get("points", [])]
     lines = [(size, f"{seconds * 1e3:.2f}", f"{size / seconds:.0f}") for size, seconds in latencies]
     text = table(("batch", "ms a step", "tokens/s"), lines) if lines else ""

@@ -46,6 +46,23 @@ def quantize(tokens: int, width: int) -> KernelCase:
     return KernelCase("quantization", f"quantize.{width}.t{tokens}", moved, 0, False, prepare)
 
 
+def norm_quantize(tokens: int, width: int) -> KernelCase:
+    """The residual stream added to, normed, and written in bf16 and in e4m3, as before a mixture's experts."""
+
+    def prepare(kernel: Any, device: str) -> Call:
+        x, stream = (normal(tokens, width, device=device) for _ in range(2))
+        weight = 1 + 0.1 * normal(width, device=device, dtype=torch.float32)
+
+        def call() -> Any:
+            numbers, rows = kernel.rms_norm_quantize(x, weight, 1e-6, stream)
+            return numbers, rows.scales
+
+        return call
+
+    moved = tokens * width * 9 + 4 * tokens * (width // 128)
+    return KernelCase("quantization", f"add_rms_norm_quantized.{width}.t{tokens}", moved, 0, False, prepare)
+
+
 def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
     """Rows gathered in the order of their experts, the order being known."""
 
@@ -66,13 +83,19 @@ def parity_cases() -> list[KernelCase]:
     shapes = [model.absorbed(5, count, 300) for model in latent for count in (1, 4)]
     shapes += [model.expanded(2, 70, context) for model in (latent[0], latent[2]) for context in (70, 300)]
     shapes += [model.paged(5, count, 300) for model in grouped for count in (1, 4, 130)]
-    return [*map(attention_case, shapes), padded_experts(8), quantize(130, DEEPSEEK_V3.hidden)]
+    return [
+        *map(attention_case, shapes),
+        padded_experts(8),
+        quantize(130, DEEPSEEK_V3.hidden),
+        norm_quantize(130, DEEPSEEK_V3.hidden),
+    ]
 
 
 def timed_cases() -> list[KernelCase]:
     """The points that have targets, and their neighbours."""
     experts = [padded_experts(rows) for rows in (8, 32, 64, 128)]
-    return [*attention_cases(), *experts, quantize(4096, DEEPSEEK_V3.hidden), permute(4096)]
+    hidden = DEEPSEEK_V3.hidden
+    return [*attention_cases(), *experts, quantize(4096, hidden), norm_quantize(4096, hidden), permute(4096)]
 
 
 def tiny_cases() -> list[KernelCase]:
@@ -80,4 +103,4 @@ def tiny_cases() -> list[KernelCase]:
     latent, grouped = attention.LatentModel("tiny", 2, 128, 64, 32, 32), attention.GroupedModel("tiny", 4, 2, 64)
     model = ExpertModel("tiny", 8, 2, 64, 48, fp8=False)
     shapes = [latent.absorbed(3, 2, 70), latent.expanded(2, 5, 9), grouped.paged(3, 1, 70), grouped.paged(1, 8, 8)]
-    return [*map(attention_case, shapes), padded_experts(4, model, 4), quantize(5, 256)]
+    return [*map(attention_case, shapes), padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256)]

@@ -61,11 +61,15 @@ class Clock:
         torch.cuda.synchronize()
         return median([begin.elapsed_time(end) for begin, end in pairs]) / 1e3
 
-    def limits(self) -> Limits:
-        size, num_bytes = GEMM_SIZE // self._shrink, COPY_BYTES // self._shrink**2
+    def copy_bytes_per_s(self) -> float:
+        """Bytes read and written a second by a large copy."""
+        num_bytes = COPY_BYTES // self._shrink**2
         source = torch.empty(num_bytes, dtype=torch.int8, device=self._device)
         target = torch.empty_like(source)
-        copy = 2 * num_bytes / self.seconds(lambda: target.copy_(source))
+        return 2 * num_bytes / self.seconds(lambda: target.copy_(source))
+
+    def limits(self) -> Limits:
+        size, copy = GEMM_SIZE // self._shrink, self.copy_bytes_per_s()
         a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=self._device) for _ in range(2))
         bf16 = 2 * size**3 / self.seconds(lambda: a @ b)
         return Limits(copy, bf16, self._fp8(a, b, size))

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_suite.clock import Clock
+from benchmarks.gpu_suite.floors import decode_bytes
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.targets import check_engine
+from moe_engine.models.config import load_model_config
 
 V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,
@@ -139,7 +142,14 @@ def measure_offline(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def measure_fp8_layers(folder: Path, setting: Setting) -> dict[str, Any]:
-    """The FP8 layers of DeepSeek-V3: seconds a step; they have no target of their own."""
-    load = load_of(setting)
-    model = model_of(V3_LAYERS, folder, setting)
-    return {"points": decode_points(model, load.layer_batches, folder, load, setting.kind)}
+    """The FP8 layers of DeepSeek-V3: time a layer against the bytes that a step must read, at this GPU's copy rate. (A
+    fifth of the head counts to each layer, in both.)"""
+    load, model = load_of(setting), model_of(V3_LAYERS, folder, setting)
+    points, config = decode_points(model, load.layer_batches, folder, load, setting.kind), load_model_config(model)
+    rate = Clock(device=setting.kind).copy_bytes_per_s()
+    for point in points:
+        floor = decode_bytes(config, point["batch_size"], load.context) / rate
+        seconds = point["median_decode_latency"]
+        point["layer_us"], point["layer_floor_us"] = (s / config.num_layers * 1e6 for s in (seconds, floor))
+        point["of_floor"] = floor / seconds
+    return {"points": points}

@@ -65,6 +65,12 @@ def _kernels(folder: Path, setting: Setting) -> dict[str, Any]:
     return kernel_times.measure(asked, setting=setting)
 
 
+def _tokens(folder: Path, setting: Setting) -> dict[str, Any]:
+    from benchmarks.gpu_suite.tokens import measure
+
+    return measure(setting)
+
+
 def _exchange(folder: Path, setting: Setting) -> dict[str, Any]:
     if setting.dry:
         return {"skipped": "needs the memory of a GPU"}
@@ -98,13 +104,14 @@ def _profile(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 PARTS = (
-    Part("aot", 50, 80, _aot),
-    Part("parity", 90, 140, _parity),
-    Part("exchange", 30, 60, _exchange),
+    Part("aot", 45, 80, _aot),
+    Part("parity", 85, 140, _parity),
+    Part("tokens", 35, 60, _tokens),
+    Part("exchange", 20, 60, _exchange),
     Part("kernels", 90, 150, _kernels),
     Part("decode", 90, 120, _decode),
-    Part("profile", 60, 80, _profile),
-    Part("fp8_layers", 70, 100, _fp8_layers),
+    Part("profile", 55, 80, _profile),
+    Part("fp8_layers", 65, 100, _fp8_layers),
     Part("offline", 100, 150, _offline),
 )
 """Correctness before times, the quickest and most telling first: what is cut off from outside is the end."""

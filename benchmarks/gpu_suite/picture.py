@@ -38,6 +38,10 @@ def draw(result: dict[str, Any], file: Path) -> Path | None:
     right.barh(list(classes), [entry["us"] for entry in classes.values()], color=COLOURS["triton"])
     right.invert_yaxis()
     right.set_xlabel("us of a decode step")
+    first = result.get("profile", {}).get("next", [])
+    right.set_title(
+        "\n".join(f"{entry['share']:.0%} {entry['kernel'][:40]}" for entry in first), fontsize=7, loc="left"
+    )
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,15 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
     classes = by_class(events)
     busy = sum(entry["us"] for entry in classes.values())
     longest = [{"kernel": name, "us": us, "class": class_of(name)} for name, us, _ in events[:20]]
+    step = wall / STEPS * 1e6
     return {
-        "batch": batch, "context": context, "step_us": wall / STEPS * 1e6, "device_us": busy, "classes": classes,
-        "longest": longest,
+        "batch": batch, "context": context, "step_us": step, "device_us": busy, "classes": classes,
+        "longest": longest, "next": next_three(longest, step, busy),
     }  # fmt: skip
+
+
+def next_three(longest: Sequence[dict[str, Any]], step_us: float, busy_us: float) -> list[dict[str, Any]]:
+    """What to look at first: the kernels with the largest share of a step, and the time in which none ran."""
+    idle = {"kernel": "no kernel runs: the device waits for the host", "us": max(0.0, step_us - busy_us)}
+    worst = sorted((idle, *longest), key=lambda entry: -entry["us"])[:3]
+    return [{"kernel": entry["kernel"], "us": entry["us"], "share": entry["us"] / step_us} for entry in worst]

@@ -33,14 +33,17 @@ TARGETS = (
     Target("norms: share of copy bandwidth", r"^deepseek-v3\.(add_)?rms_norm\.7168\.t4096$", "copy", 0.85),
     Target("SiLU-mul: share of copy bandwidth", r"^deepseek-v3\.silu_and_mul\.18432\.t4096$", "copy", 0.85),
     Target("rotary: share of copy bandwidth", r"^deepseek-v3\.rotate\.\S+\.t4096$", "copy", 0.85),
+    Target("residual norm that quantises: share of copy bandwidth", r"^add_rms_norm_quantized\.", "copy", 0.85),
     Target("quantisation: share of copy bandwidth", r"^quantize\.", "copy", 0.85),
     Target("permutation: share of copy bandwidth", r"^permute\.", "copy", 0.85),
 )  # fmt: skip
 
 ENGINE_TARGETS = {
-    "decode.b1": 436.0, "decode.b32": 3450.0, "decode.b128": 11400.0, "decode.b256": 19200.0, "offline": 20000.0,
+    "decode.b1": (436.0, 773.0), "decode.b32": (3450.0, 3860.0), "decode.b128": (11400.0, 12560.0),
+    "decode.b256": (19200.0, 20780.0), "offline": (20000.0,),
 }  # fmt: skip
-"""Tokens a second of DeepSeek-V2-Lite's shape in bf16: decode after 2K tokens; 1K in, 1K out, offline."""
+"""Tokens a second of DeepSeek-V2-Lite's shape in bf16, a first mark and the goal: decodes after 2K tokens; 1K in and 1K
+out, offline."""
 
 
 def check(target: Target, lines: Sequence[dict[str, Any]], copy_bytes_per_s: float) -> dict[str, Any]:
@@ -69,9 +72,9 @@ def check_all(lines: Sequence[dict[str, Any]], copy_bytes_per_s: float) -> list[
 
 
 def check_engine(reached: dict[str, float]) -> list[dict[str, Any]]:
-    """The engine's targets, by the names of `ENGINE_TARGETS`, in tokens a second."""
+    """The engine's targets, by the names of `ENGINE_TARGETS`, in tokens a second; a second mark is the goal."""
     return [
-        {"name": f"engine {name}, tokens/s", "wanted": wanted, "reached": reached.get(name),
+        {"name": f"engine {name}, tokens/s{': goal' if nth else ''}", "wanted": wanted, "reached": reached.get(name),
          "met": reached.get(name, 0.0) >= wanted}
-        for name, wanted in ENGINE_TARGETS.items()
+        for name, marks in ENGINE_TARGETS.items() for nth, wanted in enumerate(marks)
     ]  # fmt: skip

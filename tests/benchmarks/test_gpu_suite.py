@@ -13,7 +13,7 @@ import torch
 from benchmarks import kernels
 from benchmarks.attention_cases import attention_case, attention_cases, queries
 from benchmarks.gpu_suite import __main__ as suite
-from benchmarks.gpu_suite import cases, kernel_times, parity, picture, profile, targets
+from benchmarks.gpu_suite import cases, floors, kernel_times, parity, picture, profile, targets, tokens
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, write_model
 from benchmarks.gpu_suite.parts import PARTS, Part, run_apart, shares
 from benchmarks.gpu_suite.rows import Rows
@@ -145,6 +145,33 @@ def test_models_of_the_suite_are_what_they_say(tmp_path):
     assert layers.quant.block == (128, 128) and layers.moe.group_score == "top2" and sum(layers.moe_layers) == 4
 
 
+def test_a_decode_step_reads_no_less_than_its_floor(tmp_path):
+    lite, layers = (load_model_config(write_model(tmp_path / n, c)) for n, c in (("a", V2_LITE), ("b", V3_LAYERS)))
+    one, many = (floors.decode_bytes(layers, batch, 2048) for batch in (1, 100000))
+    expert = 3 * 7168 * 2048 * (1 + 4 / 128**2)
+    assert many - one == pytest.approx(
+        4 * (256 - 8) * expert + 99999 * (2048 * 5 * 576 * 2 + 2 * 7168), rel=1e-3
+    )  # all experts instead of 8, the KV of the others, and their rows of the embedding
+    assert floors.decode_bytes(lite, 1, 0) == pytest.approx(2 * lite.num_active_parameters(), rel=0.02)
+
+
+def test_the_next_three_things():
+    longest = [{"kernel": name, "us": us, "class": "other"} for name, us in (("a", 50.0), ("b", 30.0), ("c", 5.0))]
+    named = profile.next_three(longest, 200.0, 160.0)
+    assert [entry["us"] for entry in named] == [50.0, 40.0, 30.0] and "host" in named[1]["kernel"]
+    assert named[0]["share"] == 0.25
+
+
+def test_tokens_that_differ_are_counted_and_named(monkeypatch):
+    answers = {"cpu": [[1, 2, 3]] * 8, "gpu": [[1, 2, 3]] * 7 + [[1, 5, 3]]}
+    monkeypatch.setattr(tokens, "greedy", lambda device, count: {"together": answers[device]})
+    setting = Setting.of(True, 9)
+    assert tokens.measure(setting)["wrong"] == 0
+    monkeypatch.setattr(Setting, "kind", property(lambda self: "gpu"))
+    found = tokens.measure(setting)
+    assert found["wrong"] == 1 and f"{tokens.PROMPTS[7]!r} only the first 1" in tokens.as_text(found)
+
+
 def test_sampling_case_draws_with_the_parameters_it_says():
     case = next(case for case in map(op_case, SMALL.at(4)) if case.family == "sampling")
     given: list[SamplingParameters] = []
@@ -168,7 +195,7 @@ def test_without_a_gpu_it_says_so_and_parts_fail_alone(tmp_path):
 
 
 def test_a_dry_run_goes_through_parts_and_writes_all(tmp_path, capsys):
-    """Two of them here; `make` or a hand runs all seven. A part that cannot even begin leaves the others."""
+    """Two of them here; `make` or a hand runs all nine. A part that cannot even begin leaves the others."""
     output = tmp_path / "r.json"
     asked = ["--dry-run", "--parts", "parity", "kernels", "--output", str(output)]
     assert suite.main(asked) == 0

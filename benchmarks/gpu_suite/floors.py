@@ -1,0 +1,29 @@
+"""The bytes that a decode step of a model must read at least, and the time that takes.
+
+Legend: B requests, S tokens before each, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
+from moe_engine.models.config import MLAConfig, ModelConfig
+
+
+def decode_bytes(config: ModelConfig, batch: int, context: int) -> int:
+    """Weights once (of the experts those that B independent choices of K hit, of the embedding B rows), and the KV of B
+    requests with S tokens each. Activations stay out."""
+    fp8 = config.quant is not None
+    read = config.weight_bytes(2, keeps_fp8=fp8) - 4 * config.context_length * config.rope.width
+    read -= 2 * config.hidden_size * max(0, config.vocab_size - batch) * (not config.tie_word_embeddings)
+    attention = config.attention
+    if isinstance(attention, MLAConfig):  # kv_b is held in both forms, a decode reads one
+        per_head = attention.qk_nope_head_dim + attention.v_head_dim
+        read -= 2 * config.num_layers * attention.num_heads * per_head * attention.kv_lora_rank
+    if config.moe is not None:
+        moe = config.moe
+        model = ExpertModel("", moe.num_experts, moe.top_k, config.hidden_size, moe.width, fp8)
+        hit = ExpertShape(model, batch, moe.num_experts).experts_hit
+        expert = 3 * config.hidden_size * moe.width
+        expert_bytes = expert + 4 * expert // 128**2 if fp8 else 2 * expert
+        read -= round(sum(config.moe_layers) * (moe.num_experts - hit) * expert_bytes)
+    return read + batch * context * config.kv_bytes_per_token("bfloat16")
