@@ -16,6 +16,12 @@ from moe_engine.kernels.vendors import availability as vendors
 WhyNot = Callable[[Device, Need], str | None]
 
 
+def _torch(device: Device, need: Need) -> str | None:
+    if need.deterministic and device.kind != "cpu":
+        return "torch chooses algorithms by the number of rows (--enable-deterministic-inference)"
+    return None
+
+
 def _always(device: Device, need: Need) -> str | None:
     return None
 
@@ -46,10 +52,12 @@ def _triton_float32(device: Device, need: Need) -> str | None:
     return triton_why_not(device, "float32")
 
 
-def _rows(family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu) -> list[Row]:
+def _rows(
+    family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch
+) -> list[Row]:
     package = f"moe_engine.kernels.{family}"
     return [
-        Row("torch", f"{package}.reference:{torch_class}", 0, _always),
+        Row("torch", f"{package}.reference:{torch_class}", 0, torch_why_not),
         Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not),
     ]
 
@@ -59,16 +67,17 @@ LINEAR = _rows("linear", "TorchLinear", "CpuLinear")
 EXPERTS = _rows("experts", "TorchExperts", "CpuExperts")
 MLA = _rows("attention", "TorchMLA", "CpuMLA")
 GQA = _rows("attention", "TorchGQA", "CpuGQA")
-SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32)
+SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
+
+_FIXED = ("deterministic",)
 
 # Kernels of this project for GPUs: preferred to torch, and to nothing that is tuned by its vendor.
-OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache))
-LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton))
-EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonExperts", 20, _triton))
+OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
+LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED))
+EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonExperts", 20, _triton, _FIXED))
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
 _ATTENTION = "moe_engine.kernels.attention"
-_FIXED = ("deterministic",)
 MLA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonMLA", 20, _triton_latent, _FIXED, workspaces.triton))
 GQA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonGQA", 20, _triton_with_cache, _FIXED, workspaces.triton))
 

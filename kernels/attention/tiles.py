@@ -37,6 +37,14 @@ def stored_numbers(values, FORM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def stored_columns(
+    base, rows, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr
+):
+    """`columns` of cache rows of that form, as `stored_numbers`."""
+    return stored_numbers(columns(base, rows, first, WIDTH, BLOCK, WIDTH != BLOCK), FORM, DTYPE)
+
+
+@triton.jit
 def next_slots(table_row, position, stop):
     """Slots of context tokens `position`. Those from `stop` on repeat the last one: every address is then a token of
     this request, finite where masked scores meet it, and loads need no mask."""

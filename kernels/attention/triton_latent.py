@@ -27,7 +27,16 @@ from moe_engine.kernels.attention.latent_records import (
 )
 from moe_engine.kernels.attention.protocol import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
-from moe_engine.kernels.attention.tiles import LOWEST, columns, finish, hide, next_slots, softmax_step, stored_numbers
+from moe_engine.kernels.attention.tiles import (
+    LOWEST,
+    columns,
+    finish,
+    hide,
+    next_slots,
+    softmax_step,
+    stored_columns,
+    stored_numbers,
+)
 from moe_engine.kernels.attention.triton_merge import merge_partials
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
@@ -108,7 +117,7 @@ def _rotary_part(
         halves = cache.to(tl.pointer_type(tl.bfloat16)) + LATENT // 2 + LATENT // _GROUP * 2
         values = columns(halves, offset // 2, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P).to(DTYPE)
     else:
-        values = stored_numbers(columns(cache + LATENT, offset, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P), FORM, DTYPE)
+        values = stored_columns(cache + LATENT, offset, 0, ROTARY, BLOCK_P, FORM, DTYPE)
     return values
 
 

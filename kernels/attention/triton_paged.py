@@ -18,7 +18,7 @@ from moe_engine.kernels.attention.head_records import form_of
 from moe_engine.kernels.attention.kv_format import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
 from moe_engine.kernels.attention.protocol import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
-from moe_engine.kernels.attention.tiles import LOWEST, columns, finish, hide, next_slots, softmax_step, stored_numbers
+from moe_engine.kernels.attention.tiles import LOWEST, columns, finish, hide, next_slots, softmax_step, stored_columns
 from moe_engine.kernels.attention.triton_merge import merge_partials
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
@@ -50,14 +50,6 @@ def paged_tile(num_rows: int, width: int, dtype: torch.dtype) -> PagedTile:
     if num_rows <= 64:
         return PagedTile(64, 64, 4, 3, 2)
     return PagedTile(128, 64, 8, 3, 1)
-
-
-@triton.jit
-def _head_rows(
-    cache, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """[N, BLOCK] DTYPE: the numbers of a head's rows at `cache + offset`, not yet scaled."""
-    return stored_numbers(columns(cache, offset, 0, WIDTH, BLOCK, WIDTH != BLOCK), FORM, DTYPE)
 
 
 @triton.jit
@@ -107,7 +99,7 @@ def paged_kernel(
             slot = slots.to(tl.int64) if WIDE else slots
             slots = next_slots(table_row, start + BLOCK_N + inside, stop)
             own_keys, own_values = keys + group * key_head_stride, values + group * value_head_stride
-            key = _head_rows(own_keys, slot * key_stride, WIDTH, BLOCK, FORM, dtype)
+            key = stored_columns(own_keys, slot * key_stride, 0, WIDTH, BLOCK, FORM, dtype)
             scores = tl.dot(rotated, tl.trans(key), input_precision=PRECISION)
             if FORM == _TOKEN:
                 scores = scores * _head_scales(own_keys, slot * key_stride, SCALE)[None, :]
@@ -115,7 +107,7 @@ def paged_kernel(
             weights, best, total, decay = softmax_step(scores, best, total, scale)
             if FORM == _TOKEN:
                 weights = weights * _head_scales(own_values, slot * value_stride, SCALE)[None, :]
-            value = _head_rows(own_values, slot * value_stride, WIDTH, BLOCK, FORM, dtype)
+            value = stored_columns(own_values, slot * value_stride, 0, WIDTH, BLOCK, FORM, dtype)
             mixed = tl.dot(weights.to(value.dtype), value, mixed * decay[:, None], input_precision=PRECISION)
         norm, log_sum = finish(best, total)
         mixed = mixed * norm[:, None]

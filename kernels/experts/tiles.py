@@ -70,15 +70,27 @@ WIDE = ExpertTiles(
 )
 """float32, which tensor cores do not multiply: correct, not fast."""
 
+_FIXED = "the same for every number of rows, so that a row's bits do not depend on it"
+FIXED_BLOCK_FP8 = ExpertTiles(
+    TileTable(_FIXED, ((None, Tiles(64, 128, 8, 4, group=8)),)),
+    TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, group=8)),)),
+    block_k=128,
+)
+FIXED_PLAIN = ExpertTiles(
+    TileTable(_FIXED, ((None, Tiles(64, 64, 4, 4, group=8)),)),
+    TileTable(_FIXED, ((None, Tiles(64, 128, 4, 4, group=8)),)),
+    block_k=64,
+)
+"""For --enable-deterministic-inference."""
 
-def tiles_of(element: str) -> ExpertTiles:
+
+def tiles_of(element: str, deterministic: bool = False) -> ExpertTiles:
     """By Triton's name of the weights' numbers."""
-    return {"fp8e4nv": BLOCK_FP8, "fp32": WIDE}.get(element, PLAIN)
+    fp8, plain = (FIXED_BLOCK_FP8, FIXED_PLAIN) if deterministic else (BLOCK_FP8, PLAIN)
+    return {"fp8e4nv": fp8, "fp32": WIDE}.get(element, plain)
 
 
-def row_classes(num_experts: int, most: int, kind: str) -> list[int]:
-    """Rows of all experts together, up to `most`, with which every tile is chosen that they can bring; `kind` as in
-    `tiles_of`."""
-    tiles = tiles_of(kind)
+def row_classes(num_experts: int, most: int, tiles: ExpertTiles) -> list[int]:
+    """Rows of all experts together, up to `most`, with which every tile is chosen that they can bring."""
     limits = {limit for table in (tiles.gate_up, tiles.down) for limit, _ in table.rows if limit is not None}
     return sorted({num_experts * limit for limit in limits if num_experts * limit < most} | {most}) if most else []

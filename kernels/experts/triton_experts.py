@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
-from moe_engine.kernels.experts.tiles import row_classes
+from moe_engine.kernels.experts.tiles import ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.experts.triton_permute import combine, sort_by_expert
 from moe_engine.kernels.quantization.protocol import (
@@ -55,11 +55,17 @@ class TritonExpertWeights:
 
 class TritonExperts:
     """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`. Never waits
-    for the device."""
+    for the device.
+
+    Args:
+        deterministic: products are cut alike, whatever the number of rows, so that a row has the same bits in every
+            batch.
+    """
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
         self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}  # one layer of each shape
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
@@ -116,12 +122,12 @@ class TritonExperts:
         if batch.layout == "padded":
             assert batch.counts is not None
             counts, capacity = batch.counts, x.shape[1]
-            groups = Groups(
-                counts, weights.num_experts, capacity, weights.num_experts * capacity, min(capacity, _PADDED_MEAN)
+            groups = self._groups(
+                counts, weights, weights.num_experts * capacity, min(capacity, _PADDED_MEAN), capacity
             )
         elif batch.layout == "grouped":
             assert batch.offsets is not None
-            groups = _grouped(batch.offsets, weights, x.shape[0])
+            groups = self._grouped(batch.offsets, weights, x.shape[0])
         else:
             raise ValueError(f"unknown layout {batch.layout!r}")
         rows = self._quantized(x.view(-1, weights.hidden), weights, counts)
@@ -136,7 +142,7 @@ class TritonExperts:
     ) -> Tensor:
         """Tokens are quantised once and read by the first product where they lie: no copy of K rows a token."""
         order = sort_by_expert(topk_ids, weights.num_experts)
-        groups = _grouped(order.offsets, weights, topk_ids.numel())
+        groups = self._grouped(order.offsets, weights, topk_ids.numel())
         rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
         out = self._products(rows, weights, groups, x.dtype, order.source, topk_ids.shape[1])
         return combine(out, order.positions, topk_weights, add)
@@ -148,7 +154,7 @@ class TritonExperts:
         for weights in self._shapes.values() if shapes.dispatched else ():
             device, experts = weights.data.gate_up.device, weights.num_experts
             dtype = torch.bfloat16 if weights.data.gate_up_scales is not None else weights.data.gate_up.dtype
-            for count in row_classes(experts, shapes.expert_rows, element(weights.data.gate_up.dtype)):
+            for count in row_classes(experts, shapes.expert_rows, self._tiles_of(weights)):
                 offsets = torch.zeros(experts + 1, dtype=torch.int32, device=device)
                 self.run(ExpertBatch("grouped", _rows(count, weights, dtype), offsets=offsets), weights)
                 runs += 2
@@ -158,6 +164,17 @@ class TritonExperts:
                 self.run(ExpertBatch("padded", rows, counts=counts), weights)
                 runs += 2
         return runs
+
+    def _grouped(self, offsets: Tensor, weights: ExpertWeights, num_rows: int) -> Groups:
+        return self._groups(offsets, weights, num_rows, -(-num_rows // weights.num_experts))
+
+    def _groups(
+        self, sizes: Tensor, weights: ExpertWeights, num_rows: int, mean_rows: int, capacity: int = 0
+    ) -> Groups:
+        return Groups(sizes, weights.num_experts, capacity, num_rows, mean_rows, self._tiles_of(weights))
+
+    def _tiles_of(self, weights: ExpertWeights) -> ExpertTiles:
+        return tiles_of(element(weights.data.gate_up.dtype), self._deterministic)
 
     def _quantized(self, x: Tensor, weights: ExpertWeights, counts: Tensor | None = None) -> Tensor | QuantizedRows:
         """x [M, D] as the weights want it."""
@@ -181,7 +198,3 @@ class TritonExperts:
 
 def _rows(count: int, weights: ExpertWeights, dtype: torch.dtype) -> Tensor:
     return torch.zeros(count, weights.hidden, dtype=dtype, device=weights.data.gate_up.device)
-
-
-def _grouped(offsets: Tensor, weights: ExpertWeights, num_rows: int) -> Groups:
-    return Groups(offsets, weights.num_experts, 0, num_rows, -(-num_rows // weights.num_experts))

@@ -20,9 +20,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, ExpertModel
-from moe_engine.kernels.experts.tiles import tiles_of
+from moe_engine.kernels.experts.tiles import ExpertTiles, tiles_of
+from moe_engine.kernels.linear.products import (
+    add_product,
+    empty_tile,
+    grouped_order,
+    load_scale,
+    load_step,
+    weight_tile,
+)
 from moe_engine.kernels.linear.tiles import Tiles
-from moe_engine.kernels.linear.triton_block_gemm import add_block_product, fits_bulk, grouped_order, load_step
+from moe_engine.kernels.linear.triton_block_gemm import fits_bulk
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
@@ -37,7 +45,8 @@ class Groups:
         sizes: int32 [E + 1] offsets, or int32 [E] counts of a padded batch.
         capacity: rows for each expert of a padded batch; 0: `sizes` are offsets.
         num_rows: most rows that there can be.
-        mean_rows: of an expert, as far as the host can tell: chooses the tiles.
+        mean_rows: of an expert, as far as the host can tell: chooses among the tiles.
+        tiles: of the products.
     """
 
     sizes: Tensor
@@ -45,6 +54,7 @@ class Groups:
     capacity: int
     num_rows: int
     mean_rows: int
+    tiles: ExpertTiles
 
     def max_tiles(self, block_m: int) -> int:
         """Most row tiles that there can be: every expert may end in a tile of its own."""
@@ -78,16 +88,6 @@ def find_tile(
     return expert, tile_n, first, tl.sum(tl.where(mine, start + count, 0), 0)
 
 
-@triton.jit
-def add_product(total, x, w, SWAP: tl.constexpr):
-    """total + x [M, k] @ w [N, k].T in float32, as [M, N], or with SWAP as its transpose [N, M]."""
-    if SWAP:
-        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
-    else:
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    return total
-
-
 @triton.jit(
     do_not_specialize=["capacity", "x_scale_stride", "out_scale_stride"], do_not_specialize_on_alignment=["sizes"]
 )
@@ -113,38 +113,28 @@ def gate_up_kernel(
     rows = first + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
-    # Tiles beyond the edge repeat its last row: loads need no mask, and what they give is not stored.
     x_rows = tl.minimum(rows, end - 1)
     if GATHER:
         x_rows = tl.load(source + x_rows) // TOP_K
     w_row = expert * (2 * WIDTH) + tile_n * BLOCK_N
     w_rows = expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
-    x_tile = x + x_rows.to(tl.int64)[:, None] * K + lane[None, :]
-    if BULK:
-        gate_tile, up_tile = weight, weight
-    else:
-        gate_tile = weight + w_rows[:, None] * K + lane[None, :]
-        up_tile = gate_tile + WIDTH * K
+    x_tile = weight_tile(x, x_rows, lane, K, False)
+    gate_tile = weight_tile(weight, w_rows, lane, K, BULK)
+    up_tile = weight_tile(weight, w_rows + WIDTH, lane, K, BULK)
     w_scale = weight_scales
     if FP8:
         w_scale += (expert * (2 * SCALE_ROWS) + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
-    if SWAP:
-        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate = empty_tile(BLOCK_M, BLOCK_N, SWAP)
+    up = empty_tile(BLOCK_M, BLOCK_N, SWAP)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
         b = load_step(gate_tile, w_row, step, lane, K, BLOCK_K, BULK)
         c = load_step(up_tile, w_row + WIDTH, step, lane, K, BLOCK_K, BULK)
-        if FP8:
-            x_scale = tl.load(x_scales + step * x_scale_stride + x_rows)
-            gate = add_block_product(gate, a, b, x_scale, tl.load(w_scale + step), SWAP)
-            up = add_block_product(up, a, c, x_scale, tl.load(w_scale + SCALE_ROWS * STEPS + step), SWAP)
-        else:
-            gate = add_product(gate, a, b, SWAP)
-            up = add_product(up, a, c, SWAP)
+        x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
+        gate_scale = load_scale(w_scale, step, FP8)
+        up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, FP8)
+        gate = add_product(gate, a, b, x_scale, gate_scale, SWAP, FP8)
+        up = add_product(up, a, c, x_scale, up_scale, SWAP, FP8)
     inner = gate * tl.sigmoid(gate) * up
     if SWAP:
         inner = tl.trans(inner)
@@ -179,29 +169,20 @@ def down_kernel(
     rows = first + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
-    x_rows = tl.minimum(rows, end - 1)  # as above
+    x_rows = tl.minimum(rows, end - 1)
     w_row = expert * WIDTH + tile_n * BLOCK_N
     w_rows = expert.to(tl.int64) * WIDTH + tl.minimum(cols, WIDTH - 1)
-    x_tile = x + x_rows.to(tl.int64)[:, None] * K + lane[None, :]
-    if BULK:
-        w_tile = weight
-    else:
-        w_tile = weight + w_rows[:, None] * K + lane[None, :]
+    x_tile = weight_tile(x, x_rows, lane, K, False)
+    w_tile = weight_tile(weight, w_rows, lane, K, BULK)
     w_scale = weight_scales
     if FP8:
         w_scale += (expert * SCALE_ROWS + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
-    if SWAP:
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = empty_tile(BLOCK_M, BLOCK_N, SWAP)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
         b = load_step(w_tile, w_row, step, lane, K, BLOCK_K, BULK)
-        if FP8:
-            x_scale = tl.load(x_scales + step * x_scale_stride + x_rows)
-            total = add_block_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP)
-        else:
-            total = add_product(total, a, b, SWAP)
+        x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
+        total = add_product(total, a, b, x_scale, load_scale(w_scale, step, FP8), SWAP, FP8)
     if SWAP:
         total = tl.trans(total)
     mask = (rows < end)[:, None] & (cols < WIDTH)[None, :]
@@ -229,9 +210,8 @@ def gate_up(
     """
     data = x.data if isinstance(x, QuantizedRows) else x
     width, hidden = weight.shape[1] // 2, weight.shape[2]
-    kind = element(weight.dtype)
-    tiles = tiles_of(kind).gate_up.at(groups.mean_rows)
-    matrix, bulk = _weight(weight, tiles, tiles_of(kind).block_k)
+    tiles, block_k = groups.tiles.gate_up.at(groups.mean_rows), groups.tiles.block_k
+    matrix, bulk = _weight(weight, tiles, block_k)
     out: Tensor | QuantizedRows
     if isinstance(x, QuantizedRows):
         out = QuantizedRows.empty(groups.num_rows, width, data.device)
@@ -242,7 +222,7 @@ def gate_up(
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
             _scale_stride(x), _scale_stride(out),
-            **_constants(groups.num_experts, width, hidden, kind, tiles, bulk, groups.capacity > 0),
+            **_constants(groups, width, hidden, scales is not None, tiles, bulk),
             **_gathering(top_k if source is not None else 0, power_of_two),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -258,15 +238,14 @@ def down(
     """
     data = x.data if isinstance(x, QuantizedRows) else x
     hidden, width = weight.shape[1], weight.shape[2]
-    kind = element(weight.dtype)
-    tiles = tiles_of(kind).down.at(groups.mean_rows)
-    matrix, bulk = _weight(weight, tiles, tiles_of(kind).block_k)
+    tiles, block_k = groups.tiles.down.at(groups.mean_rows), groups.tiles.block_k
+    matrix, bulk = _weight(weight, tiles, block_k)
     out = torch.empty(groups.num_rows, hidden, dtype=dtype, device=data.device)
     grid = groups.max_tiles(tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
     if grid:
         down_kernel[(grid,)](
             data, _scales(x), groups.sizes, matrix, scales, out, groups.capacity, _scale_stride(x),
-            **_constants(groups.num_experts, hidden, width, kind, tiles, bulk, groups.capacity > 0),
+            **_constants(groups, hidden, width, scales is not None, tiles, bulk),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out
@@ -288,12 +267,12 @@ def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | Tensor
     return TensorDescriptor.from_tensor(matrix, [tiles.block_n, block_k]), True
 
 
-def _constants(num_experts: int, n: int, k: int, kind: str, tiles: Tiles, bulk: bool, padded: bool) -> dict[str, Any]:
-    """Of a product with weights [E, `n`, `k`] of that `kind` (gate and up count as one `n`)."""
+def _constants(groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, bulk: bool) -> dict[str, Any]:
+    """Of a product with weights [E, `n`, `k`] (gate and up count as one `n`)."""
     return {
-        "NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "K": k, "WIDTH": n,
-        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles_of(kind).block_k, "GROUP": tiles.group,
-        "PADDED": padded, "SWAP": tiles.swap, "BULK": bulk, "FP8": kind == "fp8e4nv",
+        "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
+        "PADDED": groups.capacity > 0, "SWAP": tiles.swap, "BULK": bulk, "FP8": fp8,
     }  # fmt: skip
 
 
@@ -303,11 +282,17 @@ def _gathering(top_k: int, power_of_two: bool) -> dict[str, Any]:
 
 
 def cases_of(
-    model: ExpertModel, num_experts: int, mean_rows: int, padded: bool, dtype: torch.dtype = torch.bfloat16
+    model: ExpertModel,
+    num_experts: int,
+    mean_rows: int,
+    padded: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    deterministic: bool = False,
 ) -> list[AotCase]:
     """Both products of a layer's experts on one rank, rows gathered where they are not padded."""
     fp8, kind = model.fp8, element(FP8 if model.fp8 else dtype)
-    table = tiles_of(kind)
+    table = tiles_of(kind, deterministic)
+    groups = Groups(torch.empty(0), num_experts, int(padded), 0, mean_rows, table)
     first, second = table.gate_up.at(mean_rows), table.down.at(mean_rows)
     signature = {
         "x": f"*{kind}", "sizes": "*i32:1", "weight": f"*{kind}", "capacity": "i32", "x_scale_stride": "i32",
@@ -315,8 +300,8 @@ def cases_of(
     scales = ("x_scales", "weight_scales")
     none: dict[str, Any] = {} if fp8 else dict.fromkeys(scales)
     signature |= dict.fromkeys(scales, "*fp32") if fp8 else {}
-    name = f"{model.name}_e{num_experts}_{'padded' if padded else 'grouped'}"
-    constants = _constants(num_experts, model.width, model.hidden, kind, first, first.bulk, padded)
+    name = f"{model.name}_e{num_experts}_{'padded' if padded else 'grouped'}{'_fixed' * deterministic}"
+    constants = _constants(groups, model.width, model.hidden, fp8, first, first.bulk)
     constants |= _gathering(0 if padded else model.top_k, False)
     more = {"out": f"*{kind}", "out_scale_stride": "i32"} | ({"out_scales": "*fp32"} if fp8 else {})
     more |= {} if padded else {"source": "*i32"}
@@ -327,7 +312,7 @@ def cases_of(
         f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
         first.num_warps, first.num_stages, True,
     )  # fmt: skip
-    constants = _constants(num_experts, model.hidden, model.width, kind, second, second.bulk, padded)
+    constants = _constants(groups, model.hidden, model.width, fp8, second, second.bulk)
     signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.bulk else f"*{kind}"
     result = AotCase(
         f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
@@ -347,4 +332,8 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    return list(found.values())
+    fixed = (
+        cases_of(model, count, 8, False, deterministic=True)
+        for model, count in ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64))
+    )
+    return [*found.values(), *(case for cases in fixed for case in cases)]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.protocol import PreparedLinear
-from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.quantization.protocol import (
     NUMBERS,
     Activation,
@@ -35,7 +35,7 @@ class Blocks:
     power_of_two: bool
 
 
-class DeepGemmLinear(TorchLinear):
+class DeepGemmLinear(CublasLinear):
     """`LinearKernel`, `BlockScaledLinear`, `WarmsUp`, and for FP8 `FusedMLP`; results are bf16.
 
     Args:

@@ -73,3 +73,25 @@ def block_fp8_tiles(num_rows: int, n: int, k: int) -> Tiles:
     while split < MAX_SPLIT and programs * split < NUM_SMS and num_blocks(k) // (2 * split) >= MIN_STEPS:
         split *= 2
     return replace(tiles, split=split)
+
+
+FIXED_BLOCK_FP8 = Tiles(64, 64, 4, 4, group=8)
+"""Of every product where a row's bits must not depend on how many rows there are (--enable-deterministic-inference): K
+is not split, and the smallest tile that fills tensor cores leaves few SMs idle in decodes."""
+
+
+@dataclass(frozen=True)
+class PlainTiles:
+    """How a product with plain weights is cut, whatever the number of its rows."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8
+
+
+FIXED_PLAIN = PlainTiles(64, 64, 64, 4, 4)
+FIXED_WIDE = PlainTiles(32, 64, 32, 4, 3)
+"""float32, which tensor cores do not multiply."""

@@ -3,8 +3,7 @@
 Legend: M rows, N out-features, K in-features. out[m, n] = sum over blocks b of K of
 (sum over k in b of x[m, k] * w[n, k]) * x_scale[m, b] * w_scale[n div 128, b].
 
-Each block of 128 in K is summed by the tensor cores and then added to float32 registers with its scales: Hopper's FP8
-accumulators keep about 14 bits, so longer sums in them lose digits (DeepSeek-V3 report, section 3.3.2).
+Each block of 128 in K is summed by the tensor cores and then added to float32 registers with its scales.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_engine.kernels.linear.products import add_product, empty_tile, grouped_order, load_step, weight_tile
 from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, LinearShape
 from moe_engine.kernels.linear.tiles import Tiles, block_fp8_tiles
 from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, QuantizedRows
@@ -24,40 +24,6 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
 _SUM_TILE = 1024  # elements of a program that sums the parts of a split product
-
-
-@triton.jit
-def grouped_order(tile, num_m, NUM_N: tl.constexpr, GROUP: tl.constexpr):
-    """Number of a program -> (row tile, column tile): GROUP row tiles take a column tile each before the next one."""
-    group = tile // (GROUP * NUM_N)
-    first = group * GROUP
-    height = tl.maximum(tl.minimum(num_m - first, GROUP), 1)
-    inside = tile - group * (GROUP * NUM_N)
-    return first + inside % height, inside // height
-
-
-@triton.jit
-def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, BULK: tl.constexpr):
-    """Channels [step * BLOCK_K, + BLOCK_K) of a tile's rows, zeros beyond K. The tile is pointers to its first step, or
-    with BULK the descriptor of a matrix in which it starts at `row`."""
-    if BULK:
-        values = tile.load([row, step * BLOCK_K])
-    elif K % BLOCK_K == 0:
-        values = tl.load(tile + step * BLOCK_K)
-    else:
-        values = tl.load(tile + step * BLOCK_K, mask=(step * BLOCK_K + lane < K)[None, :], other=0.0)
-    return values
-
-
-@triton.jit
-def add_block_product(total, x, w, x_scale, w_scale, SWAP: tl.constexpr):
-    """total + x [M, k] @ w [N, k].T * scales, as [M, N], or with SWAP as its transpose [N, M]; x_scale [M]."""
-    scale = x_scale * w_scale
-    if SWAP:
-        total += tl.dot(w, tl.trans(x)) * scale[None, :]
-    else:
-        total += tl.dot(x, tl.trans(w)) * scale[:, None]
-    return total
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -78,24 +44,17 @@ def block_gemm_kernel(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
-    # Tiles beyond the edge repeat its last row: loads need no mask, and what they give is not stored.
     x_rows = tl.minimum(rows, num_rows - 1)
-    w_rows = tl.minimum(cols, N - 1).to(tl.int64)
-    x_tile = x + x_rows.to(tl.int64)[:, None] * K + lane[None, :]
-    if BULK:
-        w_tile = weight
-    else:
-        w_tile = weight + w_rows[:, None] * K + lane[None, :]
+    w_rows = tl.minimum(cols, N - 1)
+    x_tile = weight_tile(x, x_rows, lane, K, False)
+    w_tile = weight_tile(weight, w_rows, lane, K, BULK)
     w_scale = weight_scales + (tile_n * BLOCK_N // BLOCK_K) * STEPS
-    if SWAP:
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = empty_tile(BLOCK_M, BLOCK_N, SWAP)
     for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, STEPS)):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
         b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, BULK)
         x_scale = tl.load(x_scales + step * scale_stride + x_rows)
-        total = add_block_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP)
+        total = add_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP, True)
     if SWAP:
         total = tl.trans(total)
     if HAS_BIAS:
@@ -122,8 +81,17 @@ def sum_parts_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def block_gemm(rows: QuantizedRows, weight: BlockWeight, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def block_gemm(
+    rows: QuantizedRows,
+    weight: BlockWeight,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
     """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. Nothing waits for the device.
+
+    Args:
+        tiles: how it is cut; default: by the table.
 
     Raises:
         ValueError: the widths differ.
@@ -134,7 +102,7 @@ def block_gemm(rows: QuantizedRows, weight: BlockWeight, dtype: torch.dtype, bia
     out = torch.empty(m, n, dtype=dtype, device=rows.data.device)
     if not m or not n:
         return out
-    tiles = block_fp8_tiles(m, n, k)
+    tiles = tiles or block_fp8_tiles(m, n, k)
     split = tiles.split > 1
     target = torch.empty(tiles.split, m, n, dtype=torch.float32, device=out.device) if split else out
     bulk = tiles.bulk and fits_bulk(weight.data)

@@ -1,6 +1,6 @@
 """Linear layers on a GPU: block-FP8 weights stay FP8 and run on our own product, others on torch's.
 
-Legend: T tokens, K in-features, N out-features, I width of an MLP.
+Legend: T tokens, H heads, K in-features, N out-features, I width of an MLP.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
+from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.protocol import PreparedLinear
-from moe_engine.kernels.linear.reference import TorchLinear
+from moe_engine.kernels.linear.tiles import FIXED_BLOCK_FP8
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
+from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
 from moe_engine.kernels.quantization.protocol import (
     NUMBERS,
     Activation,
@@ -25,10 +27,19 @@ from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.quantization.triton_rows import quantize_rows, silu_mul_quantize
 
 
-class TritonLinear(TorchLinear):
-    """`LinearKernel`, `BlockScaledLinear`, and for FP8 `FusedMLP`. Plain weights go to torch, which calls cuBLAS."""
+class TritonLinear(CublasLinear):
+    """`LinearKernel`, `BlockScaledLinear`, and for FP8 `FusedMLP`. Plain weights go to torch, which calls cuBLAS.
+
+    Args:
+        deterministic: every product is cut alike, whatever the number of rows, so that a row has the same bits in every
+            batch; plain weights then meet our own kernel.
+    """
 
     name = "triton"
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+        self._tiles = FIXED_BLOCK_FP8 if deterministic else None
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """As the protocol says; where the device multiplies no FP8, the weight becomes bf16."""
@@ -43,8 +54,16 @@ class TritonLinear(TorchLinear):
 
     def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
         if isinstance(weight.data, BlockWeight):
-            return block_gemm(_rows(x, weight.data), weight.data, x.dtype, weight.bias)
+            return self._product(_rows(x, weight.data), weight, x.dtype)
+        if self._deterministic:
+            return fixed_gemm(numbers_of(x), weight.data, weight.bias)
         return super().run(numbers_of(x), weight)
+
+    def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
+        return fixed_gemm(x, weight.data, None, out) if self._deterministic else super().run_heads(x, weight, out)
+
+    def _product(self, rows: QuantizedRows, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
+        return block_gemm(rows, weight.data, dtype, weight.bias, self._tiles)
 
     def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
         return isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)
@@ -52,7 +71,7 @@ class TritonLinear(TorchLinear):
     def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
         """The activation between the two products is quantised where it is computed: no bf16 copy of [T, I]."""
         inner = self.run(x, gate_up)  # [T, 2I]
-        return block_gemm(silu_mul_quantize(inner, down.data.power_of_two), down.data, x.dtype, down.bias)
+        return self._product(silu_mul_quantize(inner, down.data.power_of_two), down, x.dtype)
 
 
 def _rows(x: Activation, weight: BlockWeight) -> QuantizedRows:

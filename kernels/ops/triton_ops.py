@@ -14,9 +14,17 @@ from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
 
 class TritonOps:
     """`Ops` and `QuantizingNorms` on a GPU; nothing waits for the device, and no shape that varies by step becomes a
-    new kernel."""
+    new kernel.
+
+    Args:
+        deterministic: a token's results have the same bits in every batch; else the router splits its sums by how many
+            tokens there are.
+    """
 
     name = "triton"
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)
@@ -62,7 +70,7 @@ class TritonOps:
         (triton_rotary if plain else triton_fp8_cache).write_kv(k, v, slots, k_cache, v_cache)
 
     def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-        return triton_router.route(x, gate, bias, spec)
+        return triton_router.route(x, gate, bias, spec, self._deterministic)
 
 
 def _quantized(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, reads: Reads) -> QuantizedActivation:

@@ -27,6 +27,9 @@ _SPLIT_TOKENS = 256
 _PART = 512
 """Columns of D that one part sums, where D is split."""
 
+_FIXED_PART = 2048
+"""The same where parts must not depend on the number of tokens: a long prompt's parts lie in memory, too."""
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def router_logits_kernel(
@@ -122,13 +125,19 @@ def router_select_kernel(
     tl.store(ids + token * TOP_K + place, chosen, place < TOP_K)
 
 
-def route(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-    """`Ops.route`: of equal scores the lower id wins. Raises ValueError for a router that cannot be."""
+def route(
+    x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`Ops.route`: of equal scores the lower id wins. Raises ValueError for a router that cannot be.
+
+    Args:
+        deterministic: sums are cut alike for every number of tokens, so that a token has the same bits in every batch.
+    """
     count, hidden = x.shape
     x = with_contiguous_rows(x)
     weights = torch.empty((count, spec.top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty((count, spec.top_k), dtype=torch.int32, device=x.device)
-    logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, x.dtype)
+    logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, x.dtype, deterministic)
     has_bias = spec.has_bias and bias is not None
     constants = _select_plan(spec, grid[2], has_bias)
     if not count:
@@ -145,23 +154,23 @@ def route(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tup
 
 
 def _logits_plan(
-    count: int, hidden: int, experts: int, dtype: torch.dtype
+    count: int, hidden: int, experts: int, dtype: torch.dtype, deterministic: bool = False
 ) -> tuple[dict, tuple[int, int, int], int, int]:
     """(constants, grid, warps, stages) of the logits kernel for `count` tokens."""
-    few = count <= _SPLIT_TOKENS
+    few = deterministic or count <= _SPLIT_TOKENS
     pieces = dtype == torch.bfloat16
-    block_t = (16 if count <= 16 else 64) if few else 128
+    block_t = (16 if count <= 16 and not deterministic else 64) if few else 128
     block_e = min(64, max(16, next_power_of_2(experts)))
     block_d = (64 if few else 32) if pieces else 32
     if not pieces:
         block_t = min(block_t, 32)  # float32 products run on the plain cores: small tiles, no spills
-    part = _PART if few else next_power_of_2(hidden)
+    part = (_FIXED_PART if deterministic else _PART) if few else next_power_of_2(hidden)
     constants = {
         "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "PIECES": pieces,
         "BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_D": block_d,
     }  # fmt: skip
     grid = (triton.cdiv(count, block_t), triton.cdiv(experts, block_e), triton.cdiv(hidden, part))
-    return constants, grid, 4, 2 if count <= 16 else 3
+    return constants, grid, 4, 2 if block_t == 16 else 3
 
 
 def _select_plan(spec: RouterSpec, parts: int, has_bias: bool) -> dict:
@@ -187,11 +196,13 @@ def _select_warps(constants: dict) -> int:
     return 1 if constants["BLOCK_G"] * constants["BLOCK_M"] <= 512 else 4
 
 
-def route_cases(label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype) -> list[AotCase]:
+def route_cases(
+    label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype, deterministic: bool = False
+) -> list[AotCase]:
     """The two specialisations that `route` launches for `count` tokens."""
-    logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, dtype)
+    logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, dtype, deterministic)
     constants = _select_plan(spec, grid[2], spec.has_bias)
-    name = f"{label}_{count}_{element(dtype)}"
+    name = f"{label}_{'any' if deterministic else count}_{element(dtype)}"
     parts = {"logits": "*fp32", "num_tokens": "i32"}
     chosen = {"bias": "*fp32", "weights": "*fp32", "ids": "*i32", "scale": "fp32"}
     return [
@@ -222,4 +233,5 @@ def aot_cases() -> list[AotCase]:
         for count in (1, 128, 4096)
         for case in route_cases(label, hidden, spec, count, torch.bfloat16)
     ]
+    cases += route_cases("v3", 7168, V3, 1, torch.bfloat16, deterministic=True)
     return cases + route_cases("v3", 7168, V3, 128, torch.float32)

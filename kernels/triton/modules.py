@@ -23,6 +23,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.experts.triton_grouped_gemm",
     f"{_FAMILIES}.experts.triton_permute",
     f"{_FAMILIES}.linear.triton_block_gemm",
+    f"{_FAMILIES}.linear.triton_fixed_gemm",
     f"{_FAMILIES}.ops.triton_fp8_cache",
     f"{_FAMILIES}.ops.triton_norm",
     f"{_FAMILIES}.ops.triton_rotary",

@@ -9,7 +9,7 @@ from moe_engine.kernels.vendors import probe
 
 
 def deep_gemm(device: Device, need: Need) -> str | None:
-    return probe.DEEP_GEMM.why_not(device, need)
+    return _promises("DeepGEMM", need) or probe.DEEP_GEMM.why_not(device, need)
 
 
 def flashinfer_mla(device: Device, need: Need) -> str | None:
@@ -50,7 +50,7 @@ def flashinfer_sampling(device: Device, need: Need) -> str | None:
 
 
 def _promises(name: str, need: Need) -> str | None:
-    """Attention libraries cut contexts by what else is in the batch."""
+    """Attention libraries cut contexts by what else is in the batch, products are cut by their rows."""
     if not need.deterministic:
         return None
     return f"{name} does not promise that a token's bits are the same in every batch (--enable-deterministic-inference)"

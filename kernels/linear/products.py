@@ -1,0 +1,84 @@
+"""Triton code that matrix products share, dense and grouped: the order of tiles, their loads, one step of a sum.
+
+Legend: M rows, N out-features, K in-features; a tile is BLOCK_M x BLOCK_N results, a step BLOCK_K of K.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def grouped_order(tile, num_m, NUM_N: tl.constexpr, GROUP: tl.constexpr):
+    """Number of a program -> (row tile, column tile): GROUP row tiles take a column tile each before the next one."""
+    group = tile // (GROUP * NUM_N)
+    first = group * GROUP
+    height = tl.maximum(tl.minimum(num_m - first, GROUP), 1)
+    inside = tile - group * (GROUP * NUM_N)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def weight_tile(weight, rows, lane, K: tl.constexpr, BULK: tl.constexpr):
+    """What `load_step` takes for rows of a weight [., K]: pointers to their first step, or the descriptor itself. Rows
+    beyond the edge repeat the last one: loads need no mask, and what they give is not stored."""
+    if BULK:
+        tile = weight
+    else:
+        tile = weight + rows.to(tl.int64)[:, None] * K + lane[None, :]
+    return tile
+
+
+@triton.jit
+def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, BULK: tl.constexpr):
+    """Channels [step * BLOCK_K, + BLOCK_K) of a tile's rows, zeros beyond K. The tile is pointers to its first step, or
+    with BULK the descriptor of a matrix in which it starts at `row`."""
+    if BULK:
+        values = tile.load([row, step * BLOCK_K])
+    elif K % BLOCK_K == 0:
+        values = tl.load(tile + step * BLOCK_K)
+    else:
+        values = tl.load(tile + step * BLOCK_K, mask=(step * BLOCK_K + lane < K)[None, :], other=0.0)
+    return values
+
+
+@triton.jit
+def load_scale(scales, place, FP8: tl.constexpr):
+    """The scales of one step; 1 where numbers have none."""
+    if FP8:
+        scale = tl.load(scales + place)
+    else:
+        scale = 1.0
+    return scale
+
+
+@triton.jit
+def empty_tile(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    """Sums that `add_product` adds to."""
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    return total
+
+
+@triton.jit
+def add_product(total, x, w, x_scale, w_scale, SWAP: tl.constexpr, FP8: tl.constexpr):
+    """total + x [M, k] @ w [N, k].T in float32, as [M, N], or with SWAP as its transpose [N, M].
+
+    FP8: a step's product is summed by the tensor cores alone and then added with its scales, x_scale [M] and w_scale:
+    Hopper's FP8 accumulators keep about 14 bits, so longer sums in them lose digits (DeepSeek-V3 report, section
+    3.3.2).
+    """
+    if FP8:
+        scale = x_scale * w_scale
+        if SWAP:
+            total += tl.dot(w, tl.trans(x)) * scale[None, :]
+        else:
+            total += tl.dot(x, tl.trans(w)) * scale[:, None]
+    elif SWAP:
+        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    else:
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    return total

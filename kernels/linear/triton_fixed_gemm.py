@@ -1,0 +1,109 @@
+"""Products with plain weights, whose results for a row have the same bits whatever other rows there are.
+
+Libraries choose algorithms by the number of rows. Here the cut depends on the weight alone, every sum runs over K from
+its first step to its last, and no two programs share one.
+
+    out[m, h, n] = sum over k of x[m, h, k] * w[h, n, k] (+ bias[n])
+
+Legend: M rows, H heads (one for a linear layer), N out-features, K in-features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_engine.kernels.linear.products import add_product, empty_tile, grouped_order, load_step, weight_tile
+from moe_engine.kernels.linear.tiles import FIXED_PLAIN, FIXED_WIDE, PlainTiles
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
+
+_STRIDES = ("x_stride", "x_head_stride", "out_stride", "out_head_stride")
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def fixed_gemm_kernel(
+    x, weight, bias, out, num_rows, x_stride, x_head_stride, out_stride, out_head_stride,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one head; weight [H, N, K] is contiguous."""
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    head = tl.program_id(1).to(tl.int64)
+    tile_m, tile_n = grouped_order(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), NUM_N, GROUP)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    x_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    w_rows = tl.minimum(cols, N - 1)
+    x_tile = x + head * x_head_stride + x_rows[:, None] * x_stride + lane[None, :]
+    w_tile = weight_tile(weight + head * (N * K), w_rows, lane, K, False)
+    total = empty_tile(BLOCK_M, BLOCK_N, False)
+    for step in range(STEPS):
+        a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
+        b = load_step(w_tile, 0, step, lane, K, BLOCK_K, False)
+        total = add_product(total, a, b, 1.0, 1.0, False, False)
+    if HAS_BIAS:
+        total += tl.load(bias + w_rows).to(tl.float32)[None, :]
+    place = out + head * out_head_stride + rows.to(tl.int64)[:, None] * out_stride + cols[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & (cols < N)[None, :])
+
+
+def fixed_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x [M, K] x weight [N, K] (+ bias [N]) -> [M, N]; or heads, x [M, H, K] x weight [H, N, K] -> [M, H, N].
+
+    Args:
+        x: contiguous in its last dimension, or it is copied.
+        out: where the result goes; its last dimension is contiguous.
+
+    Raises:
+        ValueError: the widths or dtypes differ.
+    """
+    heads, (n, k) = 1 if weight.dim() == 2 else weight.shape[0], weight.shape[-2:]
+    if x.shape[1:] != (*weight.shape[:-2], k) or x.dtype != weight.dtype:
+        raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a weight {list(weight.shape)} {weight.dtype}")
+    if out is None:
+        out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
+    m, x, cut = x.shape[0], with_contiguous_rows(x), fixed_tiles(x.dtype)
+    if m:
+        per_head = stride_of(x, 1) if heads > 1 else 0, stride_of(out, 1) if heads > 1 else 0
+        grid = (triton.cdiv(m, cut.block_m) * triton.cdiv(n, cut.block_n), heads)
+        fixed_gemm_kernel[grid](
+            x, weight.contiguous(), bias, out, m, stride_of(x, 0), per_head[0], stride_of(out, 0), per_head[1],
+            **_constants(n, k, cut, bias is not None), num_warps=cut.num_warps, num_stages=cut.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def fixed_tiles(dtype: torch.dtype) -> PlainTiles:
+    """Of weights in `dtype`: by nothing that changes from step to step."""
+    return FIXED_WIDE if dtype == torch.float32 else FIXED_PLAIN
+
+
+def _constants(n: int, k: int, cut: PlainTiles, has_bias: bool) -> dict[str, Any]:
+    return {
+        "N": n, "K": k, "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "GROUP": cut.group,
+        "HAS_BIAS": has_bias,
+    }  # fmt: skip
+
+
+def fixed_case(label: str, n: int, k: int, dtype: torch.dtype) -> AotCase:
+    """The kernel of a weight without a bias, for any number of rows."""
+    cut, kind = fixed_tiles(dtype), f"*{element(dtype)}"
+    signature = dict.fromkeys(("x", "weight", "out"), kind) | {"num_rows": "i32"} | dict.fromkeys(_STRIDES, "i32:16")
+    constants = _constants(n, k, cut, False) | {"bias": None}
+    name = f"fixed_gemm_{label}_{n}x{k}_{element(dtype)}"
+    return AotCase(name, fixed_gemm_kernel, signature, constants, cut.num_warps, cut.num_stages, cut.block_k >= 64)
+
+
+def aot_cases() -> list[AotCase]:
+    """V2-Lite's projections, V3's absorbed products and head."""
+    bf16 = torch.bfloat16
+    cases = [fixed_case("v2_lite_q", 16 * 192, 2048, bf16), fixed_case("v2_lite_kv_a", 576, 2048, bf16)]
+    cases += [fixed_case("keys", 512, 128, bf16), fixed_case("values", 128, 512, bf16)]
+    return [*cases, fixed_case("v3_head", 129280, 7168, bf16), fixed_case("keys", 512, 128, torch.float32)]
