@@ -121,7 +121,7 @@ def test_ids_of_lost_ranks_name_no_expert() -> None:
 class Watched:
     def __init__(self, coverage: Coverage | None) -> None:
         places = RankGroupOptions(4, lambda: None, num_groups=4).places
-        self.watch = RankWatch(places, WatchLimits(silent=3.0), Position, ("head", 100), coverage)
+        self.watch = RankWatch(places, WatchLimits(silent=3.0), coverage=coverage)
         for rank in range(4):
             self.watch.joined(rank, "here", 100 + rank)
             self.watch.loaded(rank, {})
@@ -131,23 +131,23 @@ class Watched:
 
     def run(self, seconds: float, silent: tuple[int, ...] = ()) -> None:
         for _ in range(round(seconds / 0.1)):
-            for rank in {1, 2, 3}.difference(silent):
+            for rank in {0, 1, 2, 3}.difference(silent):
                 self.watch.beat(rank, Position())
             self.watch.tick(0.1)
 
 
 def test_losses_of_a_moment_are_told_at_once_and_what_fails_behind_them_is_no_news() -> None:
     ranks = Watched(Coverage(8, 4))
-    ranks.watch.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
+    ranks.watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
     ranks.watch.failed(2, "all_to_all failed", peer_lost=True)
     ranks.watch.died(3, "DP3 TP3 (pid 103) was killed by SIGKILL")
     assert not ranks.told
     ranks.run(0.3)
     (survivors,) = ranks.told
-    assert survivors.alive == (True, False, True, False) and survivors.generation == 1
-    assert "DP1 TP1 (pid 101)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
+    assert survivors.alive == (False, True, True, False) and survivors.generation == 1
+    assert "DP0 TP0 (pid 100)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
     ranks.watch.failed(2, "step 7 failed", peer_lost=False, generation=0)  # what it had under way
-    ranks.run(8.0, silent=(1, 3))  # the lost are not missed again
+    ranks.run(8.0, silent=(0, 3))  # the lost are not missed again
     assert ranks.watch.verdict is None and len(ranks.told) == 1
     ranks.watch.failed(2, "step 9 failed", peer_lost=False, generation=1)
     assert "step 9 failed" in str(ranks.watch.verdict)

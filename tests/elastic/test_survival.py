@@ -42,24 +42,23 @@ def check(streams: list[Stream], expected: list[list[int]]) -> None:
 
 def test_killed_in_decode_then_another_in_prefill_until_no_more_may_go(checkpoint: Path) -> None:
     """Four ranks of which any two have slots for all experts, over sockets."""
-    decoding, late = draw(SEED, 8, LONG, [0, 1, 2, 3]), draw(SEED + 1, 3, 20, [0, 1, 3])
-    prefilling = draw(SEED + 2, 24, 12, [0, 1, 3], length=300)
+    decoding, late = draw(SEED, 8, LONG, [0, 1, 2, 3]), draw(SEED + 1, 3, 20, [1, 2, 3])
+    prefilling = draw(SEED + 2, 24, 12, [1, 2, 3], length=300)
     expected = alone(checkpoint, [*decoding, *late, *prefilling])
     with struck(checkpoint, 4, NUM_EXPERTS, moe_a2a_backend="all_to_all", chunked_prefill_size=256) as running:
         engine = running.engine
         for stream in decoding:
             stream.begin(engine)
         until(lambda: all(len(stream.tokens) > 3 for stream in decoding), "no decodes")
-        assert not any(stream.ended.is_set() for stream in decoding)
-        running.strike(2)
+        running.strike(0)
         finish(decoding)
         check(decoding, expected[:8])
-        assert {stream.meta["dp_rank"] for stream in decoding if stream.rank == 2} <= {0, 1, 3}
-        assert all(stream.meta["num_retractions"] == 1 for stream in decoding)
+        assert all(0 <= stream.meta["num_retractions"] <= 1 for stream in decoding)
+        assert not any(stream.meta["num_retractions"] and stream.meta["dp_rank"] == 0 for stream in decoding)
         assert running.alive == [3, 3, 3] and not running.problems()
 
-        with pytest.raises(EngineDeadError, match=r"DP2 TP2 .* killed by SIGKILL"):
-            engine.generate(input_ids=[1, 2], routed_dp_rank=2)
+        with pytest.raises(EngineDeadError, match=r"DP0 TP0 .* killed by SIGKILL"):
+            engine.generate(input_ids=[1, 2], routed_dp_rank=0)
         for stream in late:
             stream.begin(engine)
         finish(late)
@@ -73,13 +72,13 @@ def test_killed_in_decode_then_another_in_prefill_until_no_more_may_go(checkpoin
         check(prefilling, expected[11:])
         assert running.alive == [2, 2] and not running.problems()
 
-        last = [stream.begin(engine) for stream in draw(SEED + 3, 4, 400, [0, 3])]
+        last = [stream.begin(engine) for stream in draw(SEED + 3, 4, 400, [2, 3])]
         until(lambda: all(len(stream.tokens) > 3 for stream in last), "no decodes")
         running.strike(3)
         finish(last)
         assert all("DP3 TP3" in stream.error and "SIGKILL" in stream.error for stream in last)
         assert all("--ep-num-redundant-experts 48 would have covered the loss" in stream.error for stream in last)
-        until(lambda: not running.ranks[0].is_running(), "the core did not leave")
+        until(lambda: not running.hub.is_running(), "the hub did not leave")
 
 
 def test_two_killed_at_once_while_experts_move(checkpoint: Path) -> None:
@@ -92,7 +91,7 @@ def test_two_killed_at_once_while_experts_move(checkpoint: Path) -> None:
         for stream in streams:
             stream.begin(running.engine)
         until(lambda: all(len(stream.tokens) > 3 for stream in streams), "no decodes")
-        running.strike(1)
+        running.strike(0)
         running.strike(3)
         finish(streams)
         check(streams, expected)
@@ -109,10 +108,10 @@ def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
         for stream in streams:
             stream.begin(running.engine)
         until(lambda: all(len(stream.tokens) > 3 for stream in streams), "no decodes")
-        running.strike(1, signal.SIGSTOP)
+        running.strike(0, signal.SIGSTOP)
         finish(streams)
         check(streams, expected)
         assert running.alive == [1] and not running.problems()
         states = running.engine.get_server_info()["internal_states"]
         assert sum(sum(state["speculation"]["accepted"]) for state in states) > 0
-        assert ended(running.ranks[1]), "it must not come back"
+        assert ended(running.ranks[0]), "it must not come back"

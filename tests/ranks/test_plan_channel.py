@@ -89,7 +89,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.verdict: RankLost | None = None
-        self.survivors = Survivors()
+        self.survivors = Survivors((True,))
         self.done = 0
         self.failures: list[tuple[int, str, bool]] = []
         self.regroup: Callable[[Survivors], None] = lambda survivors: None
