@@ -7,15 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_engine.engine.expert_records import ExpertRecords
 from moe_engine.errors import EngineDeadError
-from tests.elastic.survival import Stream, alone, draw, finish, struck, until
+from tests.elastic.survival import Stream, Struck, alone, draw, finish, struck, until
 from tests.models.checkpoints import make_checkpoint
 from tests.ranks.drill import ended
 from tests.speculation.agreeing import agreeing_checkpoint
 
 SEED = time.time_ns() % 1_000_003
-NUM_EXPERTS = 16
+NUM_EXPERTS, TOP_K = 16, 4
 LONG = 90
 """Tokens of a request that is struck on its way."""
 
@@ -81,12 +83,16 @@ def test_killed_in_decode_then_another_in_prefill_until_no_more_may_go(checkpoin
         until(lambda: not running.hub.is_running(), "the hub did not leave")
 
 
-def test_two_killed_at_once_while_experts_move(checkpoint: Path) -> None:
+def test_two_killed_at_once_while_experts_move(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In shared memory, with plans every few passes."""
     streams = draw(SEED + 4, 8, LONG, [0, 1, 2, 3])
     expected = alone(checkpoint, streams)
     flags = {"moe_a2a_backend": "shared_memory", "page_size": 4}
     flags |= {"enable_eplb": True, "eplb_rebalance_num_iterations": 3}
+    flags |= {"expert_distribution_recorder_mode": "stat", "expert_balancedness_report_mode": "metrics"}
+    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path))
     with struck(checkpoint, 4, NUM_EXPERTS, **flags) as running:
         for stream in streams:
             stream.begin(running.engine)
@@ -96,6 +102,26 @@ def test_two_killed_at_once_while_experts_move(checkpoint: Path) -> None:
         finish(streams)
         check(streams, expected)
         assert running.alive == [2, 2] and not running.problems()
+        check_counts(running, tmp_path)
+
+
+def check_counts(running: Struck, folder: Path) -> None:
+    """What is recorded now has each token that is computed once, in passes with the same numbers on all ranks."""
+    records = ExpertRecords(running.engine._frontend.client)
+    running.engine._run(records.start())
+    streams = draw(SEED + 5, 6, 9, [1, 2])
+    for stream in streams:
+        stream.begin(running.engine)
+    finish(streams)
+    (path,) = running.engine._run(records.dump())
+    assert Path(path).parent == folder
+    counted = torch.load(path, weights_only=True)["logical_count"].sum(2)  # [S, L]
+    computed = sum(len(stream.prompt) - stream.meta["cached_tokens"] + 9 - 1 for stream in streams)
+    by_layer = counted.sum(0)
+    moe = by_layer > 0
+    assert moe.any() and (by_layer[moe] == computed * TOP_K).all()
+    for state in running.engine.get_server_info()["internal_states"]:
+        assert 0.0 < state["balancedness"]["current"] <= 1.0
 
 
 def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
@@ -115,3 +141,11 @@ def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
         states = running.engine.get_server_info()["internal_states"]
         assert sum(sum(state["speculation"]["accepted"]) for state in states) > 0
         assert ended(running.ranks[0]), "it must not come back"
+
+        (last,) = draw(SEED + 6, 1, 400, [1])
+        last.begin(running.engine)
+        until(lambda: len(last.tokens) > 3, "no decodes")
+        running.hub.suspend()  # nobody goes on without a watch
+        finish([last])
+        assert f"the hub of all ranks (pid {running.hub.pid}) silent for" in last.error
+        running.hub.kill()
