@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_engine.parallel.collectives import DistributedGroup, Group, Observer, SingleRank
-from moe_engine.parallel.expert_transfer import PeerLink
+from moe_engine.parallel.collectives import DistributedGroup, Group, Observer, SingleRank, wait_unless
+from moe_engine.parallel.expert_transfer import lost_while_moving
 
 
 class SurvivorGroup:
@@ -93,6 +94,65 @@ class SurvivorGroup:
         return [x[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
 
 
+class SurvivorLink:
+    """Implements `expert_transfer.Link` by collectives, in which a wait can be given up: gloo closes the connection of
+    a single message whose wait is broken off, though the message may only be slow.
+
+    Args:
+        group: torch's own.
+        places: what callers call its ranks.
+        given_up: when it is set, messages fail.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        places: Sequence[int],
+        timeout_s: float,
+        device: torch.device | str,
+        given_up: threading.Event,
+    ) -> None:
+        self._group, self._places = group, places
+        self._timeout_s, self._device, self._given_up = timeout_s, device, given_up
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[_Messages]:
+        leaving, arriving = self._by_place(sends), self._by_place(receives)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        sent = torch.cat([nothing, *(part for parts in leaving for part in parts)])
+        counts = [sum(map(len, parts)) for parts in arriving]
+        received = sent.new_empty(sum(counts))
+        try:
+            work = dist.all_to_all_single(
+                received, sent, counts, [sum(map(len, parts)) for parts in leaving], group=self._group, async_op=True
+            )
+        except RuntimeError as error:
+            raise lost_while_moving(error) from error
+        return [_Messages(work, sent, received, [part for parts in arriving for part in parts])]
+
+    def wait(self, works: Sequence[_Messages]) -> None:
+        for messages in works:
+            try:
+                wait_unless(self._given_up, messages.work, self._timeout_s)
+            except RuntimeError as error:
+                raise lost_while_moving(error) from error
+            for part, arrived in zip(messages.parts, messages.received.split([len(part) for part in messages.parts])):
+                part.copy_(arrived)
+
+    def _by_place(self, messages: Sequence[tuple[int, Tensor]]) -> list[list[Tensor]]:
+        """The bytes of each rank's, as views."""
+        return [[part.view(-1).view(torch.uint8) for peer, part in messages if peer == place] for place in self._places]
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """All that this rank sends and gets at once, as bytes; `parts` are where what it gets belongs."""
+
+    work: Any
+    sent: Tensor
+    received: Tensor
+    parts: list[Tensor]
+
+
 class ElasticWorld:
     """The groups of all ranks of one world, by use, for as long as one of them lives.
 
@@ -144,19 +204,19 @@ class ElasticWorld:
         for group in self.groups.values():
             group.enter(self._make(), alive)
 
-    def link(self) -> PeerLink:
+    def link(self) -> SurvivorLink:
         """Messages between the ranks of now, by their numbers of always. Collective among them."""
-        places = self.places
-        members = list(range(len(places)))
-        return PeerLink(
-            [members], places.index(self.rank), self._timeout_s, self._device, places=places, given_up=self._given_up
-        )
+        return SurvivorLink(self._new_group(), self.places, self._timeout_s, self._device, self._given_up)
+
+    def _new_group(self) -> Any:
+        """torch's own, of all ranks of its world."""
+        everybody = list(range(dist.get_world_size()))
+        group = dist.new_group(everybody, timeout=timedelta(seconds=self._timeout_s))
+        self._made.append(group)
+        return group
 
     def _make(self) -> Group:
-        """A process group of all ranks of torch's world."""
-        count = dist.get_world_size()
-        if count == 1:
+        if dist.get_world_size() == 1:
             return SingleRank(self._device)
-        group = dist.new_group(list(range(count)), timeout=timedelta(seconds=self._timeout_s))
-        self._made.append(group)
+        group = self._new_group()
         return DistributedGroup(group, self._timeout_s, self._device, self._observe, self._given_up)

@@ -7,7 +7,6 @@ under way and writes the spare slots to their places. Both are called by all ran
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertWeights, MovableExperts
-from moe_engine.parallel.collectives import PeerLost, wait_unless
+from moe_engine.parallel.collectives import PeerLost
 from moe_engine.parallel.placement.moves import Chunk
 from moe_engine.parallel.topology import RankLists
 
@@ -63,16 +62,25 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+class Link(Protocol):
+    """Messages between ranks, beside the collectives of the steps. Raises `PeerLost`."""
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Sequence[Any]:
+        """Starts messages to and from ranks of the group; both ends list those between them in the same order. All
+        ranks come here alike, those without messages too. Returns what `wait` takes."""
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Until they have arrived, and what was sent may be overwritten."""
+
+
 class PeerLink:
-    """Messages between single ranks of a group, beside the collectives of the steps. Made by all ranks alike.
+    """Implements `Link` by messages of single ranks. Made by all ranks alike.
 
     Args:
         groups: all groups of the kind; this rank's is used.
         timeout_s: after which a message raises `PeerLost`.
         device: where the tensors live that travel.
         backend: None takes the default group's.
-        places: what callers call the members of the group; None: 0 and on.
-        given_up: when it is set, messages fail; None: they can only end.
     """
 
     def __init__(
@@ -82,24 +90,16 @@ class PeerLink:
         timeout_s: float,
         device: torch.device | str = "cpu",
         backend: str | None = None,
-        *,
-        places: Sequence[int] | None = None,
-        given_up: threading.Event | None = None,
     ) -> None:
         made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend) for ranks in groups]
         self._group, members = next(found for found in zip(made, groups) if rank in found[1])
-        self._timeout_s, self._given_up = timeout_s, given_up
-        self._places = list(range(len(members)) if places is None else places)
         self._connect(len(members), members.index(rank), device)
 
     def _connect(self, size: int, own: int, device: torch.device | str) -> None:
         """A byte to and from each other rank: connections are made at the first message, which no step should wait
         for."""
-        peers = [place for peer, place in enumerate(self._places) if peer != own]
+        peers = [peer for peer in range(size) if peer != own]
         sent, received = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind(0)
-        if self._given_up is not None:  # connecting may hang in a message's start, but not in a collective's
-            self.wait([dist.all_to_all_single(received, sent, group=self._group, async_op=True)])
-            return
         works = self.start(
             [(peer, sent[at : at + 1]) for at, peer in enumerate(peers)],
             [(peer, received[at : at + 1]) for at, peer in enumerate(peers)],
@@ -107,27 +107,23 @@ class PeerLink:
         self.wait(works)
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Sequence[Work]:
-        """Starts messages to and from ranks of the group; both ends list those between them in the same order."""
-        at = self._places.index
-        sending = [dist.P2POp(dist.isend, part, group=self._group, group_peer=at(peer)) for peer, part in sends]
-        receiving = [dist.P2POp(dist.irecv, part, group=self._group, group_peer=at(peer)) for peer, part in receives]
+        sending = [dist.P2POp(dist.isend, part, group=self._group, group_peer=peer) for peer, part in sends]
+        receiving = [dist.P2POp(dist.irecv, part, group=self._group, group_peer=peer) for peer, part in receives]
         try:
             return dist.batch_isend_irecv(sending + receiving) if sending or receiving else ()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost_while_moving(error) from error
 
     def wait(self, works: Sequence[Work]) -> None:
         try:
             for work in works:
-                if self._given_up is None:
-                    work.wait()
-                else:
-                    wait_unless(self._given_up, work, self._timeout_s)
+                work.wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost_while_moving(error) from error
 
 
-def _lost(error: RuntimeError) -> PeerLost:
+def lost_while_moving(error: RuntimeError) -> PeerLost:
+    """What torch's error means here."""
     return PeerLost(f"moving experts between ranks failed: {str(error).strip().splitlines()[0]}")
 
 
@@ -148,7 +144,7 @@ class ExpertTransfer:
         slots_per_rank: P / G.
     """
 
-    def __init__(self, memory: SlotMemory, link: PeerLink, rank: int, slots_per_rank: int) -> None:
+    def __init__(self, memory: SlotMemory, link: Link, rank: int, slots_per_rank: int) -> None:
         self._memory = memory
         self._link = link
         self._rank = rank

@@ -102,7 +102,7 @@ class ParallelArgs:
     )
     elastic_ep: bool = flag(
         False,
-        "Go on serving when ranks other than the first are lost, as long as the others have slots for every expert "
+        "Go on serving when ranks are lost, whichever, as long as the others have slots for every expert "
         "(--ep-num-redundant-experts): experts move, and requests of the lost go on where they were on other ranks. "
         "For DP attention with a rank a group, and tokens that travel.",
     )

@@ -21,6 +21,7 @@ from moe_engine.engine.messages import AddRequest, RequestDelta
 from moe_engine.engine.routing import Load, Router
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.types import FinishReason
 
 logger = logging.getLogger("moe_engine")
 
@@ -34,7 +35,18 @@ them all."""
 class _Inbox:
     """What has arrived for one request and was not read yet; pieces merge while the reader is slow."""
 
-    __slots__ = ("cached_tokens", "delta", "error", "event", "lane", "load", "num_tokens", "request", "said")
+    __slots__ = (
+        "abort_reason",
+        "cached_tokens",
+        "delta",
+        "error",
+        "event",
+        "lane",
+        "load",
+        "num_tokens",
+        "request",
+        "said",
+    )
 
     def __init__(self, request: AddRequest, lane: int, load: Load) -> None:
         self.event = asyncio.Event()
@@ -44,6 +56,8 @@ class _Inbox:
         self.said: list[int] = []
         """Tokens that have come: with the prompt, all that another scheduler must know to go on."""
         self.cached_tokens = 0
+        self.abort_reason: str | None = None
+        """Set when it is to end: should its scheduler be lost before it hears, nobody else must go on."""
         self.num_tokens = len(request.prompt_ids)
         self.load = load
         self.enter(lane, load)
@@ -173,11 +187,19 @@ class CoreClient:
                 self._lanes[inbox.lane].send(messages.AbortRequest(rid=request.rid, reason="client gone"))
 
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
+        for inbox in self._inboxes.values():
+            if all or (rid and inbox.request.rid.startswith(rid)):
+                inbox.abort_reason = reason
         for lane in self._lanes:
             lane.send(messages.AbortRequest(rid=rid, prefix=True, all=all, reason=reason))
 
     async def call(self, method: str, **args: Any) -> list[Any]:
-        return list(await asyncio.gather(*(self._call(lane, method, args) for lane in self._alive())))
+        lanes = self._alive()
+        answers = await asyncio.gather(*(self._call(lane, method, args) for lane in lanes), return_exceptions=True)
+        for lane, answer in zip(lanes, answers):
+            if isinstance(answer, BaseException) and (lane.core.dead or not lane.lost):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]  # of those that are left
 
     async def call_one(self, method: str, **args: Any) -> Any:
         return await self._call(self._alive()[0], method, args)
@@ -288,6 +310,12 @@ class CoreClient:
 
     def _resume(self, inbox: _Inbox, cause: str) -> None:
         request = inbox.request
+        if inbox.abort_reason is not None:
+            finish = FinishReason("abort", message=inbox.abort_reason).to_dict()
+            inbox.put(
+                RequestDelta(request.rid, [], finish, cached_tokens=inbox.cached_tokens, retractions=request.resumed)
+            )
+            return
         if request.resumed == MAX_RESUMES:
             inbox.fail(f"{cause}; this request has lost {MAX_RESUMES + 1} schedulers")
             return

@@ -141,21 +141,18 @@ class EngineCore:
         other."""
         lockstep, since = self._lockstep, self._last_turn
         assert lockstep is not None and self._regroup_ranks is not None
-        known, alive_before = lockstep.generation, lockstep.alive
+        known = lockstep.generation
         self._in_flight = None
         self._publish(self._scheduler.start_over())
         self._reporter.restart()
         survivors, recovered = self._regroup_ranks(lambda: self._board.write(last_turn=time.monotonic()))
         lockstep.regroup(survivors.generation, survivors.alive)
-        if self._group:
+        if self._group != survivors.alive.index(True):
             return
-        losses = "; ".join(survivors.losses[known:])
-        gone = [group for group, alive in enumerate(survivors.alive) if alive_before[group] and not alive]
-        self._port.send(messages.GroupsLost(groups=gone, message=losses))
         logger.warning(
             "%s. Serving paused for %.2f s and goes on with %d of %d ranks: %d experts copied, %d read from the "
             "checkpoint, balancedness of the placement %.3f",
-            losses,
+            "; ".join(survivors.losses[known:]),
             time.monotonic() - since,
             sum(survivors.alive),
             len(survivors.alive),

@@ -1,4 +1,5 @@
-"""The engine core process: builds worker and scheduler from the resolved configuration and serves until told to stop.
+"""The engine core process: builds worker and scheduler from the resolved configuration and serves until told to stop;
+where ranks may be lost, it watches over their processes instead.
 
 Run as ``python -m moe_engine.engine.core_main`` by `core_process`, with the specification on standard input.
 """
@@ -11,6 +12,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -22,6 +25,7 @@ from moe_engine.engine.core import EngineCore
 from moe_engine.engine.core_process import CoreSpec
 from moe_engine.engine.core_setup import core_info, make_core, make_worker
 from moe_engine.engine.process import read_spec
+from moe_engine.engine.rank_hub import RankHub
 from moe_engine.engine.rank_leader import RankGroup
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_port import ZmqPort
@@ -38,34 +42,50 @@ def main() -> int:
     spec: CoreSpec = read_spec()
     config: ResolvedConfig = spec.config
     logs.setup_logging(config.logging.log_level)
+    sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
+    for architecture in spec.outside_models:  # before there are ranks, which get them from here
+        registry.register(*architecture)
     ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     ready.connect(spec.ready_address)
-    group: RankGroup | None = None
+    ranks: RankGroup | RankHub | None = None
     try:
-        if spec.ranks is not None:
-            tag = spec.ranks.places[0].name
-            logs.setup_logging(config.logging.log_level, tag)
-            group = RankGroup(config, spec.ranks, spec, config.logging.log_level)
-        core, port, info = _build(spec, group)
+        ranks = _ranks(spec)
+        if isinstance(ranks, RankHub):
+            info = ranks.start()
+            port = ZmqPort(f"{spec.to_core_address}-hub", spec.from_core_address)
+            run: Callable[[], None] = partial(ranks.run, port.send)
+        else:
+            core, port, info = _build(spec, ranks)
+            run = core.run
     except Exception as error:
         kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
         text = str(error) if isinstance(error, ConfigError) else f"engine core failed to start: {kind}: {error}"
         ready.send(messages.encode(messages.CoreFailed(text, kind, _details(error))))
         ready.close(5000)
-        return _leave(group, 1)
+        return _leave(ranks, 1)
     ready.send(messages.encode(messages.CoreReady(info)))
     ready.close(5000)
     # What start-up left behind lives as long as the process: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()
-    return _leave(group, _serve(core, port))
+    return _leave(ranks, _serve(run, port))
 
 
-def _leave(group: RankGroup | None, code: int) -> int:
-    """Ends the followers, if there are any, and this process with them: a thread may hang in a lost collective."""
-    if group is None:
+def _ranks(spec: CoreSpec) -> RankGroup | RankHub | None:
+    """Starts those of this process's model, where it has several."""
+    config, options = spec.config, spec.ranks
+    if options is None:
+        return None
+    level, is_hub = config.logging.log_level, options.coverage is not None
+    logs.setup_logging(level, "hub" if is_hub else options.places[0].name)
+    return (RankHub if is_hub else RankGroup)(config, options, spec, level)
+
+
+def _leave(ranks: RankGroup | RankHub | None, code: int) -> int:
+    """Ends the other ranks, if there are any, and this process with them: a thread may hang in a lost collective."""
+    if ranks is None:
         return code
-    group.close()
+    ranks.close()
     zmq.Context.instance().destroy(1000)
     os._exit(code)
 
@@ -75,9 +95,9 @@ def _details(error: Exception) -> str:
     return "" if isinstance(error, EngineDeadError) else "".join(traceback.format_exception(error))
 
 
-def _serve(core: EngineCore, port: ZmqPort) -> int:
+def _serve(run: Callable[[], None], port: ZmqPort) -> int:
     try:
-        core.run()
+        run()
     except Exception as error:
         logger.error("engine core stops: %s\n%s", error, _details(error))
         named = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
@@ -90,9 +110,6 @@ def _serve(core: EngineCore, port: ZmqPort) -> int:
 
 def _build(spec: CoreSpec, group: RankGroup | None) -> tuple[EngineCore, ZmqPort, dict[str, Any]]:
     config: ResolvedConfig = spec.config
-    sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
-    for architecture in spec.outside_models:
-        registry.register(*architecture)
     board = StatusBoard(spec.board_path)
     if group is None:
         worker = make_worker(config)
@@ -103,9 +120,7 @@ def _build(spec: CoreSpec, group: RankGroup | None) -> tuple[EngineCore, ZmqPort
         driver, worker = group.start()
         lockstep = group.lockstep()
         port = ZmqPort(spec.to_core_address, spec.from_core_address, wake=group.mesh_socket)
-        core = make_core(
-            config, driver, worker, port, board, check=group.check, lockstep=lockstep, regroup=driver.regroup
-        )
+        core = make_core(config, driver, worker, port, board, check=group.check, lockstep=lockstep)
         addresses = [port.address, *group.watch.core_addresses[1:]]
     board.write(ready=1, last_turn=time.monotonic())
     return core, port, {**core_info(config, worker), "core_addresses": addresses}

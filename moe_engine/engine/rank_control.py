@@ -32,6 +32,7 @@ class RankCall:
     """A call under way: who has answered."""
 
     future: Future[list[Any]]
+    asked: list[int]
     answers: dict[int, Any] = field(default_factory=dict)
 
 
@@ -66,7 +67,8 @@ class RankControl:
         self._peers: set[bytes] = set()
         self._echoes: set[bytes] = set()
         self._pinged = 0.0
-        self._asked: queue.SimpleQueue[tuple[str, Future[list[Any]]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[str, Future[list[Any]], int]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[bytes, messages.Answers]] = queue.SimpleQueue()
         self._calls: dict[int, RankCall] = {}
         self._call_ids = itertools.count()
         watch.on_verdict(self._fail_calls)
@@ -81,10 +83,11 @@ class RankControl:
         """Sends the welcome to every rank, now and to those that come later, each with its group's plan address."""
         self._welcome = welcome
 
-    def call_all(self, method: str) -> Future[list[Any]]:
-        """Has every rank but 0 run one of `worker.calls`; their answers in order. `RankLost` if one is lost."""
+    def call_all(self, method: str, asking: int = 0) -> Future[list[Any]]:
+        """Has every rank but the one `asking` run one of `worker.calls`; their answers in order. `RankLost` if one is
+        lost."""
         future: Future[list[Any]] = Future()
-        self._asked.put((method, future))
+        self._asked.put((method, future, asking))
         return future
 
     def close(self) -> None:
@@ -104,6 +107,8 @@ class RankControl:
             self._ping(now)
             self._invite_those_that_can_come()
             self._begin_calls()
+            while not self._answers.empty():
+                self._tell(*self._answers.get())
             if self._watch.all_loaded and not released:
                 released = True
                 self._tell_all(messages.Go(self._watch.step_addresses))
@@ -163,7 +168,7 @@ class RankControl:
             if message.board:
                 self._on_board(self._options.places[message.rank].group, message.board)
         elif isinstance(message, messages.Loaded):
-            watch.loaded(message.rank, message.kernels, message.core_address, message.step_address)
+            watch.loaded(message.rank, message.kernels, message.core_address, message.step_address, facts=message.facts)
         elif isinstance(message, messages.Failed):
             watch.failed(
                 message.rank,
@@ -174,11 +179,15 @@ class RankControl:
             )
         elif isinstance(message, messages.Answer):
             self._answered(message)
+        elif isinstance(message, messages.Ask):
+            self._ask_for(message)
+        elif isinstance(message, messages.Ended):
+            watch.end()
         elif isinstance(message, messages.Died):
             watch.died(message.rank, message.how)
 
     def _greet(self, hello: messages.Hello) -> None:
-        if not 0 < hello.rank < self._options.size:
+        if hello.rank not in range(self._options.size):
             self._watch.give_up(f"rank {hello.rank} on {hello.host} asks to join, but there are {self._options.size}")
             return
         self._watch.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
@@ -188,13 +197,23 @@ class RankControl:
 
     def _begin_calls(self) -> None:
         while not self._asked.empty():
-            method, future = self._asked.get()
-            number = next(self._call_ids)
-            self._calls[number] = RankCall(future)
-            for rank in self._others:
+            method, future, asking = self._asked.get()
+            number, asked = next(self._call_ids), [rank for rank in self._living if rank != asking]
+            self._calls[number] = RankCall(future, asked)
+            for rank in asked:
                 self._tell(_identity(rank), messages.Run(number, method))
-            if not self._others:
+            if not asked:
                 self._calls.pop(number).future.set_result([])
+
+    def _ask_for(self, ask: messages.Ask) -> None:
+        """A rank that leads no other asks all others by way of this process."""
+
+        def answered(done: Future[list[Any]]) -> None:
+            error = done.exception()
+            values, why = (done.result(), "") if error is None else ([], str(error))
+            self._answers.put((_identity(ask.rank), messages.Answers(ask.id, values, why)))
+
+        self.call_all(ask.method, ask.rank).add_done_callback(answered)
 
     def _answered(self, answer: messages.Answer) -> None:
         call = self._calls.get(answer.id)
@@ -205,18 +224,17 @@ class RankControl:
             call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
             return
         call.answers[answer.rank] = answer.value
-        if len(call.answers) == len(self._others):
+        if len(call.answers) == len(call.asked):
             del self._calls[answer.id]
-            call.future.set_result([call.answers[rank] for rank in self._others])
+            call.future.set_result([call.answers[rank] for rank in call.asked])
 
     @property
-    def _others(self) -> list[int]:
-        """The ranks beside this one that were not lost."""
-        return [rank for rank, alive in enumerate(self._watch.survivors.alive) if alive and rank]
+    def _living(self) -> list[int]:
+        return [rank for rank, alive in enumerate(self._watch.survivors.alive) if alive]
 
     def _regroup(self, survivors: Survivors) -> None:
         self._fail_calls(RanksChanged(f"ranks were lost meanwhile ({survivors.losses[-1]}); ask again"))
-        for rank in self._others:
+        for rank in self._living:
             self._tell(_identity(rank), messages.Regroup(survivors))
 
     def _fail_calls(self, error: MoeEngineError) -> None:

@@ -1,4 +1,6 @@
-"""Rank 0's side of a world: brings all ranks up, hands out the worker that drives its own group, takes all down."""
+"""Rank 0's side of a world that needs all of its ranks: brings them up, hands out the worker that drives its own group,
+takes all down. Where ranks may be lost, a `RankHub` stands above them instead.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from moe_engine.engine.lockstep import Lockstep, StepMesh
 from moe_engine.engine.rank_control import RankControl
 from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.rank_process import LocalRanks
-from moe_engine.engine.rank_survival import RankSurvival
 from moe_engine.engine.rank_watch import RankWatch
 from moe_engine.engine.rank_world import RankWorld, open_store, quieten_torch
 from moe_engine.engine.status_board import StatusBoard
@@ -51,7 +52,7 @@ class RankGroup:
         self._progress = Progress(lambda: "starting")
         host = socket.gethostname()
         own = host, os.getpid()
-        self.watch = RankWatch(options.places, options.limits, self._progress.position, own, options.coverage)
+        self.watch = RankWatch(options.places, options.limits, self._progress.position, own)
         self._lost = threading.Event()
         self.watch.on_verdict(lambda verdict: self._lost.set())
         folder = spec.board_path.parent
@@ -69,9 +70,6 @@ class RankGroup:
         self._sender = PlanSender(plans)
         self._mesh = StepMesh(0, options.num_groups, steps) if options.num_groups > 1 else None
         self._ranks = LocalRanks(config, options, control, self.watch.died, log_level, spec)
-        self.watch.on_survivors(
-            lambda survivors: self._ranks.end(rank for rank, alive in enumerate(survivors.alive) if not alive)
-        )
         self._worker: RankGroupWorker | None = None
 
     @property
@@ -99,14 +97,7 @@ class RankGroup:
         self.watch.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
         own = prepared[0]
-        self._worker = RankGroupWorker(
-            own,
-            self._sender,
-            self.watch,
-            self._progress,
-            self._control.call_all,
-            regroups=RankSurvival.of(self._world, own) if self._options.size > 1 else None,
-        )
+        self._worker = RankGroupWorker(own, self._sender, self.watch, self._progress, self._control.call_all)
         return self._worker, own
 
     def lockstep(self) -> Lockstep | None:
@@ -122,7 +113,7 @@ class RankGroup:
         return None if self._mesh is None else self._mesh.socket
 
     def check(self) -> None:
-        """Raises `RankLost` when a rank is lost, `RanksChanged` where the others go on."""
+        """Raises `RankLost` when a rank is lost."""
         if self._worker is not None:
             self._worker.check()
 
@@ -169,8 +160,7 @@ class RankGroup:
                 self._front_address,
             )
         )
-        self._world = RankWorld(options, options.places[0], options.leader_host, self._store.port, self._store)
-        self._world.join()
+        RankWorld(options, options.places[0], options.leader_host, self._store.port, self._store).join()
 
     def _advertised(self, address: str) -> str:
         return address if self._options.leader_address is None else self._options.leader_advertised(address)

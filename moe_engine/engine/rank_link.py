@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -18,6 +19,7 @@ from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.rank_echo import start_echo
 from moe_engine.engine.rank_options import WatchLimits
 from moe_engine.engine.rank_watch import Silence
+from moe_engine.errors import EngineDeadError
 from moe_engine.worker.rank_group import Failure, Survivors
 
 BEAT_SECONDS = 0.2
@@ -61,6 +63,8 @@ class RankLink:
         self._limits, self._leave = limits, leave
         self._run_call, self._regroup = run, regroup
         self._leader = f"the leader at {address}"
+        self._asked: dict[int, Future[list[Any]]] = {}
+        self._ask_ids = itertools.count()
         self._outbox: queue.SimpleQueue[messages.ToLeader] = queue.SimpleQueue()
         self._wake = threading.Event()
         self.met = threading.Event()
@@ -81,6 +85,14 @@ class RankLink:
         if not failure.peer_lost and not failure.config_error:
             logger.error("%s", "".join(traceback.format_exception(error)))
         self.send(messages.Failed(rank, failure.message, failure.peer_lost, failure.config_error))
+
+    def ask_others(self, rank: int, method: str) -> Future[list[Any]]:
+        """Has every other rank run one of `worker.calls`, by way of the leader; their answers in order."""
+        future: Future[list[Any]] = Future()
+        number = next(self._ask_ids)
+        self._asked[number] = future
+        self.send(messages.Ask(rank, number, method))
+        return future
 
     def hurry(self) -> None:
         """The next sign of life goes out now."""
@@ -131,6 +143,12 @@ class RankLink:
             self.go.set_result(message)
         elif isinstance(message, messages.Run):
             self._begin(message)
+        elif isinstance(message, messages.Answers):
+            asked = self._asked.pop(message.id)
+            if message.error:
+                asked.set_exception(EngineDeadError(message.error))
+            else:
+                asked.set_result(message.values)
         elif isinstance(message, messages.Regroup):
             self._regroup(message.survivors)
         elif isinstance(message, messages.Leave):

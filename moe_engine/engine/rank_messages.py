@@ -48,13 +48,15 @@ class Beat(RankMessage, tag="beat"):
 class Loaded(RankMessage, tag="loaded"):
     """A rank has its weights and takes plans. `kernels`: chosen row by family; ranks must choose alike.
 
-    Of a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers.
+    Of a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers, `facts` as in
+    `messages.CoreReady`.
     """
 
     rank: int
     kernels: dict[str, str] = {}
     core_address: str = ""
     step_address: str = ""
+    facts: dict[str, Any] = {}
 
 
 class Failed(RankMessage, tag="failed"):
@@ -82,6 +84,20 @@ class Answer(RankMessage, tag="answer"):
     id: int
     value: Any = None
     error: str = ""
+
+
+class Ask(RankMessage, tag="ask"):
+    """A rank wants every other to run `method` of `worker.calls`. Answered by `Answers` of the same id."""
+
+    rank: int
+    id: int
+    method: str
+
+
+class Ended(RankMessage, tag="ended"):
+    """A rank that schedules has served to the end, as all have agreed: its going is no loss."""
+
+    rank: int
 
 
 class NodeHere(RankMessage, tag="node"):
@@ -121,6 +137,14 @@ class Run(RankMessage, tag="run"):
     method: str
 
 
+class Answers(RankMessage, tag="answers"):
+    """What the others answered to `Ask`, in the order of their ranks; `error` where one could not."""
+
+    id: int
+    values: list[Any] = []
+    error: str = ""
+
+
 class Regroup(RankMessage, tag="regroup"):
     """Ranks were lost; those that are left go on."""
 
@@ -137,8 +161,8 @@ class Leave(RankMessage, tag="leave"):
     reason: str
 
 
-ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | NodeHere
-ToRank = Welcome | Go | Run | Regroup | Alive | Leave
+ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | Ask | Ended | NodeHere
+ToRank = Welcome | Go | Run | Answers | Regroup | Alive | Leave
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode

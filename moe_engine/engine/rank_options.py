@@ -61,7 +61,7 @@ class RankGroupOptions:
         collective_timeout: seconds after which a collective gives up that a rank never entered; a rank that died or
             fell silent is found long before by the watch.
         fingerprint: equal on all nodes that were started with the same flags.
-        coverage: set where ranks other than 0 may be lost (``--elastic-ep``): those that are left go on.
+        coverage: set where ranks may be lost (``--elastic-ep``): those that are left go on.
     """
 
     size: int

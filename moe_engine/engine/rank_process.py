@@ -1,4 +1,4 @@
-"""The follower processes of this node, as their parent sees them."""
+"""The rank processes of this node, as their parent sees them: that is rank 0, or a hub where ranks may be lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANK_MODULE = "moe_engine.engine.rank_main"
 
 @dataclass(frozen=True)
 class RankSpec:
-    """All a follower process needs; travels as a pickle from its parent, never over the network."""
+    """All a rank's process needs; travels as a pickle from its parent, never over the network."""
 
     config: Any
     options: RankGroupOptions
@@ -36,7 +36,7 @@ class RankSpec:
 
 
 class LocalRanks:
-    """Starts this node's followers and watches them.
+    """Starts this node's ranks and watches them; not rank 0, unless ranks may be lost: it is their parent.
 
     Args:
         front: of the core that leads, on its node.
@@ -52,11 +52,10 @@ class LocalRanks:
         log_level: str = "info",
         front: CoreSpec | None = None,
     ) -> None:
+        of_others = options.local_places if options.coverage else [p for p in options.local_places if p.rank]
         self._silent = options.limits.silent
         self._children: dict[int, ChildProcess] = {}
-        for place in options.local_places:
-            if place.rank == 0:
-                continue
+        for place in of_others:
             spec = RankSpec(config, options, place, control_address, log_level, registry.added(), list(sys.path), front)
             self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(on_exit, place.rank))
         self._held = {rank: HeldChild(child) for rank, child in self._children.items()}

@@ -1,6 +1,7 @@
-"""A rank other than 0 whose process schedules for its attention group: a core of its own, in step with the others.
+"""A rank whose process schedules for its attention group: a core of its own, in step with the others.
 
-Rank 0 watches it as a follower, and it ends with the world as one; requests come from the front end directly.
+Rank 0, or the hub where ranks may be lost, watches it as a follower, and it ends with the world as one; requests come
+from the front end directly.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
+
+import zmq
 
 from moe_engine.engine import rank_messages as messages
-from moe_engine.engine.core_setup import make_core
+from moe_engine.engine.core_setup import core_info, make_core
 from moe_engine.engine.lockstep import Lockstep, StepMesh
+from moe_engine.engine.messages import CoreFailed, encode
 from moe_engine.engine.rank_link import RankLink, leave
 from moe_engine.engine.rank_process import RankSpec
 from moe_engine.engine.rank_survival import RankSurvival
@@ -27,8 +32,10 @@ from moe_engine.worker.plan_channel import PlanSender
 from moe_engine.worker.rank_group import LocalWorker, RankGroupWorker, RankLost, Survivors, call_one, kernels_of
 from moe_engine.worker.rank_progress import Progress
 
+FAREWELL_MS = 500
+"""For a last word to the front end."""
 LEAVE_SECONDS = 10.0
-"""For rank 0 to end this process after it was told of a failure."""
+"""For the leader to end this process after it was told of a failure."""
 
 
 class SchedulingRank:
@@ -57,7 +64,7 @@ class SchedulingRank:
         self._own: Future[LocalWorker] = Future()
         name, limits = f"rank{spec.place.rank}", options.limits
         self._link = RankLink(
-            spec.control_address, name, hello, self._sign, limits, leave, self._call, self._watch.regroup
+            spec.control_address, name, hello, self._sign, limits, self._leave, self._call, self._watch.regroup
         )
 
     def run(self) -> int:
@@ -67,8 +74,9 @@ class SchedulingRank:
             core.run()
         except Exception as error:
             self._link.send_failure(self._place.rank, error)
-            time.sleep(LEAVE_SECONDS)  # rank 0 ends this process
+            time.sleep(LEAVE_SECONDS)  # the leader ends this process
             return 1
+        self._link.send(messages.Ended(self._place.rank))
         worker.close()
         self._sender.close()
         self._mesh.close()
@@ -86,16 +94,17 @@ class SchedulingRank:
             raise EngineDeadError(f"{self._place.name}: a rank of the group does not listen for plans")
         self._own.set_result(own)
         self._progress.ready = True
-        front = spec.front.from_core_address if spec.front is not None else welcome.front_address
-        port = ZmqPort(self._core_address, front, wake=self._mesh.socket)
-        loaded = messages.Loaded(self._place.rank, kernels_of(own), port.address, self._mesh.address)
-        self._link.send(loaded)
+        self._front_address = spec.front.from_core_address if spec.front is not None else welcome.front_address
+        port = ZmqPort(self._core_address, self._front_address, wake=self._mesh.socket)
+        facts = core_info(spec.config, own) if options.coverage else {}
+        self._link.send(messages.Loaded(self._place.rank, kernels_of(own), port.address, self._mesh.address, facts))
         self._mesh.connect(self._link.go.result().step_addresses)
         worker = RankGroupWorker(
             own,
             self._sender,
             self._watch,
             self._progress,
+            partial(self._link.ask_others, self._place.rank) if options.coverage else None,
             rank=self._place.rank,
             regroups=RankSurvival.of(self._world, own),
         )
@@ -120,9 +129,24 @@ class SchedulingRank:
         self._world.join()
         return spec.options.make_worker(spec.config, spec.place, self._progress)
 
+    @property
+    def world_size(self) -> int:
+        return self._place.size
+
     def tell_failed(self, message: str, *, peer_lost: bool, generation: int) -> None:
-        """Tells rank 0 of a failed step."""
+        """Tells the leader of a failed step."""
         self._link.send(messages.Failed(self._place.rank, message, peer_lost, generation=generation))
+
+    def _leave(self, reason: str) -> NoReturn:
+        """Tells the front end, too: where the leader has stopped, nobody else will."""
+        if self._link.go.done():
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            with context.socket(zmq.PUSH) as front:
+                front.connect(self._front_address)
+                front.send(encode(CoreFailed(reason)))
+                front.close(FAREWELL_MS)
+            context.term()  # waits for what was sent
+        leave(reason)
 
     def _call(self, method: str) -> Future[Any]:
         """Calls come when all ranks are ready."""
@@ -134,13 +158,13 @@ class SchedulingRank:
 
 
 class _LinkedWatch:
-    """Implements `worker.rank_group.Watch` by what goes to rank 0, which says who is left, or ends this process."""
+    """Implements `worker.rank_group.Watch` by what goes to the leader, which says who is left, or ends this process."""
 
     verdict: RankLost | None = None
 
     def __init__(self, rank: SchedulingRank) -> None:
         self._rank = rank
-        self.survivors = Survivors()
+        self.survivors = Survivors((True,) * rank.world_size)
         self._listeners: list[Callable[[Survivors], None]] = []
 
     def slowest_steps_done(self) -> int:

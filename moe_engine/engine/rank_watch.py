@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from moe_engine.engine.rank_options import RankPlace, WatchLimits
 from moe_engine.parallel.placement.coverage import Coverage
@@ -23,6 +24,8 @@ TICK_SECONDS = 0.1
 RECENT_STEPS = 32
 GATHER_SECONDS = 0.15
 """After a loss, for others that go at the same moment: the ranks that are left regroup once."""
+NOBODY_BEHIND = 1 << 60
+NO_FACTS: Mapping[str, Any] = {}
 SUSPECT_SILENT_SECONDS = 0.8
 """Silence enough to be the one, when a collective has failed and so somebody is lost."""
 
@@ -51,6 +54,7 @@ class RankState:
     plan_address: str = ""
     core_address: str = ""
     step_address: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     silence: Silence = field(default_factory=Silence)
     still: Silence = field(default_factory=Silence)
@@ -63,8 +67,8 @@ class RankWatch:
     """Gathers signs from any thread; `tick` belongs to one. Implements `worker.rank_group.Watch`.
 
     Args:
-        position: where rank 0 is, which is this process.
-        own: (host, pid) of this process.
+        position: where rank 0 is, where this process is it; None where rank 0 is watched like any other.
+        own: (host, pid) of rank 0, where this process is it.
         coverage: where ranks may be lost without a verdict, as long as it covers those that are left.
     """
 
@@ -72,8 +76,8 @@ class RankWatch:
         self,
         places: Sequence[RankPlace],
         limits: WatchLimits,
-        position: Callable[[], Position],
-        own: tuple[str, int],
+        position: Callable[[], Position] | None = None,
+        own: tuple[str, int] = ("", 0),
         coverage: Coverage | None = None,
     ) -> None:
         self.verdict: RankLost | None = None
@@ -93,7 +97,8 @@ class RankWatch:
         self._seconds: deque[float] = deque([0.0], RECENT_STEPS)
         self.armed = False
         """Whether all are ready, so that a beat that is missing tells something."""
-        self._ending = False
+        self.ending = False
+        """Whether ranks were told to end, or have: their going is no loss."""
         self._suspicion: tuple[int, str] | None = None
         self._suspected = Silence()
         self._slow_told = -1
@@ -116,24 +121,32 @@ class RankWatch:
         if not self.armed:
             state.told = False
 
-    def loaded(self, rank: int, kernels: Mapping[str, str], core_address: str = "", step_address: str = "") -> None:
+    def loaded(
+        self,
+        rank: int,
+        kernels: Mapping[str, str],
+        core_address: str = "",
+        step_address: str = "",
+        facts: Mapping[str, Any] = NO_FACTS,
+    ) -> None:
         """Ranks with other kernels would differ in the last bits and so, some day, in a token."""
         with self._lock:
-            self._ranks[rank].kernels = kernels
-            self._ranks[rank].core_address, self._ranks[rank].step_address = core_address, step_address
+            state = self._ranks[rank]
+            state.core_address, state.step_address, state.facts = core_address, step_address, facts
+            state.kernels = kernels
             expected = self._ranks[0].kernels
-            for state in self._ranks:
-                if None not in (expected, state.kernels) and state.kernels != expected:
+            for other in self._ranks:
+                if None not in (expected, other.kernels) and other.kernels != expected:
                     self._decide(
-                        f"{self.describe(state.place.rank)} chose the kernels {state.kernels}, rank 0 {expected}: "
+                        f"{self.describe(other.place.rank)} chose the kernels {other.kernels}, rank 0 {expected}: "
                         "name the same for all with --attention-backend and its like",
                         config_error=True,
                     )
-            self._ranks[rank].loaded = True
+            state.loaded = True
 
     def died(self, rank: int, how: str) -> None:
         """`how` names the process."""
-        if not self._ending:
+        if not self.ending:
             self._lose([rank], f"{how} ({self._seen(rank)})")
 
     def failed(
@@ -173,6 +186,11 @@ class RankWatch:
         return [state.core_address for state in self._ranks if state.place.leads]
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What rank 0's core told of itself, where this process is not it."""
+        return dict(self._ranks[0].facts)
+
+    @property
     def step_addresses(self) -> list[str]:
         return [state.step_address for state in self._ranks if state.place.leads]
 
@@ -184,7 +202,7 @@ class RankWatch:
         return [state for state in self._ranks if self.survivors.alive[state.place.rank]]
 
     def slowest_steps_done(self) -> int:
-        return min((state.position.steps_done for state in self._living[1:]), default=self._position().steps_done)
+        return min((state.position.steps_done for state in self._ranks[1:]), default=NOBODY_BEHIND)
 
     def describe(self, rank: int) -> str:
         """``DP0 TP3 (pid 4242 on node7)``."""
@@ -223,18 +241,19 @@ class RankWatch:
         self.armed = True
 
     def end(self) -> None:
-        """The ranks were told to end: their going is no loss."""
-        self._ending = True
+        """From now on the going of a rank is no loss."""
+        self.ending = True
 
     def give_up(self, message: str) -> None:
         """A verdict that names its ranks itself."""
         self._decide(message)
 
     def tick(self, elapsed: float) -> None:
-        if self._ending or self.verdict is not None:
+        if self.ending or self.verdict is not None:
             return
-        self._moved(self._ranks[0], self._position())
-        self._ranks[0].silence.heard()
+        if self._position is not None:
+            self._moved(self._ranks[0], self._position())
+            self._ranks[0].silence.heard()
         if self._missing:
             self._gathering.pass_time(elapsed)
             if self._gathering.seconds >= GATHER_SECONDS:
@@ -256,7 +275,9 @@ class RankWatch:
     def _seen(self, rank: int) -> str:
         """Where a rank was by its last sign, and, as that may be a moment old, where this process is."""
         where = f"last sign: {self._ranks[rank].position.describe()}"
-        return f"{where}; rank 0 now: {self._position().describe()}" if self.armed else where
+        if self._position is None or not self.armed:
+            return where
+        return f"{where}; rank 0 now: {self._position().describe()}"
 
     def _find_silent(self) -> None:
         limit = self._limits.silent if self._suspicion is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
@@ -293,7 +314,7 @@ class RankWatch:
                 state.told = True
                 name, where = self.describe(state.place.rank), state.position.describe()
                 logger.warning("%s is late: %s, %.1f s", name, where, state.still.seconds)
-        leader = self._ranks[0].position
+        leader = living[0].position
         together = len(still) == len(living) and all(state.position.order == front for state in still)
         if together and leader.step >= 0 and self._slow_told != leader.step:
             self._slow_told = leader.step
@@ -322,7 +343,7 @@ class RankWatch:
             if not gone:
                 return
             left = sum(self.survivors.alive) - len(self._missing) - len(gone)
-            if self._coverage is None or not self.armed or 0 in gone:
+            if self._coverage is None or not self.armed:
                 self._decide(message)
             elif left == 0 or not self._coverage.covers(left):
                 self._decide(f"{message}; {self._uncovered(self._coverage, left)}")

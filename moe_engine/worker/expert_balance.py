@@ -1,10 +1,10 @@
 """EPLB while the engine serves: counts over some passes, a plan, and experts that move a few at a time.
 
 All ranks call `between_passes` at the same passes, and what they do there follows from the number of the pass and from
-what rank 0 sent, so no rank ever acts alone:
+what one of them, the planning rank, sent, so no rank ever acts alone:
 
     counting   until the interval is over; then the ranks sum their counts
-    planning   on a thread of rank 0; every few passes it tells the others whether the plan is there
+    planning   on a thread of the planning rank; every few passes it tells the others whether the plan is there
     moving     one chunk a pass: it travels into spare slots during the pass and is put in place before the next
 
 Legend: L layers, E logical experts, P slots.
@@ -40,7 +40,7 @@ from moe_engine.parallel.recording.recorder import ExpertRecorder
 logger = logging.getLogger("moe_engine")
 
 ASK_EVERY = 4
-"""Passes between two looks at whether rank 0 has planned."""
+"""Passes between two looks at whether there is a plan."""
 MIN_GAIN = 0.01
 """Balancedness that a layer gives up rather than move more experts."""
 
@@ -58,7 +58,7 @@ NO_MOVES = Plan(np.zeros(1, dtype=np.int64))
 
 
 class Planner:
-    """Makes plans beside the steps, on rank 0. `close` waits for the one in work."""
+    """Makes plans beside the steps, on the planning rank. `close` waits for the one in work."""
 
     def __init__(self, layout: ExpertLayout, policy: str, executor: Executor) -> None:
         self.alive = (True,) * layout.num_ranks
@@ -114,7 +114,7 @@ class ExpertBalance:
         recorder: counts, with a window that this empties.
         make_transfer: with as many spare slots as layers move at once; collective.
         world: all ranks of the model. Operations in it happen between passes, so they cannot meet those of a step.
-        planner: asked on rank 0 alone.
+        planner: asked on the planning rank alone: the first that was not lost.
         drafts: counts in MTP layers, which are then planned and moved as the model's own layers.
         clock: seconds.
     """
@@ -138,6 +138,7 @@ class ExpertBalance:
         self._transfer = make_transfer()
         self._world = world
         self._planner = planner
+        self._planning_rank = 0
         self._drafts = drafts
         self._clock = clock
         self._passes = 0  # in this stage
@@ -168,9 +169,11 @@ class ExpertBalance:
         self._enter(self._count)
         return self._take_counts()
 
-    def begin_anew(self, alive: Sequence[bool]) -> None:
-        """Balances among the ranks alive from now on; collective among them."""
+    def begin_anew(self, alive: Sequence[bool], balancedness: float) -> None:
+        """Balances among the ranks alive from now on, whose placement has that balancedness; collective among them."""
         self._planner.alive = tuple(alive)
+        self._planning_rank = self._planner.alive.index(True)
+        self.stats.after = balancedness
         self._transfer = self._make_transfer()
 
     # -- the stages
@@ -183,7 +186,7 @@ class ExpertBalance:
             return
         self._log("[EPLBManager] rebalance start")
         counts = self._take_counts()
-        if self._world.rank == 0:
+        if self._plans:
             self._planning = self._planner.submit(counts, self._placement, self._settings.enough)
         self._enter(self._plan)
 
@@ -201,11 +204,11 @@ class ExpertBalance:
         if self._planning is not None and self._planning.done():
             plan = self._planned(self._planning)
             length = len(plan.program)
-        length = int(self._world.broadcast(self._tensor(torch.tensor([length])), 0))
+        length = int(self._world.broadcast(self._tensor(torch.tensor([length])), self._planning_rank))
         if not length:
             return
-        program = torch.from_numpy(plan.program) if self._world.rank == 0 else torch.zeros(length, dtype=torch.int64)
-        program = self._world.broadcast(self._tensor(program), 0).cpu()
+        program = torch.from_numpy(plan.program) if self._plans else torch.zeros(length, dtype=torch.int64)
+        program = self._world.broadcast(self._tensor(program), self._planning_rank).cpu()
         layers = decode_moves(program.numpy(), self._placement)
         self._waiting = deque(deque(chunks) for chunks in layers)
         self.stats.before, self.stats.after = plan.before, plan.after
@@ -250,9 +253,10 @@ class ExpertBalance:
         seconds, pauses = stats.moving_seconds - start.moving_seconds, stats.pause_seconds - start.pause_seconds
         passes = stats.moving_passes - start.moving_passes
         self._log(
-            "[EPLBManager] rebalance end time=%.3fs; rank 0 received %d experts in %d steps, pausing %.2f ms a step "
+            "[EPLBManager] rebalance end time=%.3fs; rank %d received %d experts in %d steps, pausing %.2f ms a step "
             "(%.1f %%, longest %.2f ms); balancedness of the counted steps %.3f, planned %.3f",
             seconds,
+            self._world.rank,
             stats.experts_received - start.experts_received,
             passes,
             1e3 * pauses / max(passes, 1),
@@ -276,9 +280,13 @@ class ExpertBalance:
         assert self._drafts is not None
         return self._drafts
 
+    @property
+    def _plans(self) -> bool:
+        return self._world.rank == self._planning_rank
+
     def _tensor(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._world.device)
 
     def _log(self, line: str, *args: object) -> None:
-        if self._world.rank == 0:
+        if self._plans:
             logger.info(line, *args)

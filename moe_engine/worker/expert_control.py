@@ -6,6 +6,7 @@ from typing import Any
 
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 from moe_engine.worker.expert_balance import ExpertBalance
+from moe_engine.worker.observed_model import ObservedModel
 
 
 class ExpertControl:
@@ -14,11 +15,18 @@ class ExpertControl:
     Args:
         recorder: None where nothing can be recorded (no --expert-distribution-recorder-mode, no experts).
         balance: None where experts stay where they are.
+        observed: the model whose passes the recorder is told of.
     """
 
-    def __init__(self, recorder: ExpertRecorder | None = None, balance: ExpertBalance | None = None) -> None:
+    def __init__(
+        self,
+        recorder: ExpertRecorder | None = None,
+        balance: ExpertBalance | None = None,
+        observed: ObservedModel | None = None,
+    ) -> None:
         self._recorder = recorder
         self._balance = balance
+        self.observed = observed
 
     @property
     def recorder(self) -> ExpertRecorder | None:

@@ -21,14 +21,13 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.elastic import ElasticWorld
 from moe_engine.parallel.expert_tables import ExpertTables
-from moe_engine.parallel.expert_transfer import ExpertTransfer, PeerLink, SlotMemory
+from moe_engine.parallel.expert_transfer import ExpertTransfer, Link, SlotMemory
 from moe_engine.parallel.placement.balance import balancedness
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.survivors import plan_for_survivors
-from moe_engine.parallel.recording.recorder import ExpertRecorder
-from moe_engine.worker.expert_balance import ExpertBalance
+from moe_engine.worker.expert_control import ExpertControl
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ class RankRecovery:
         layout: of the whole world.
         policy: of plans, as for `plan_placement`.
         open_weights: opens the checkpoint once more.
-        recorder: counts by the tables, where there is one.
-        balance: moves experts between passes, where they are to be moved.
+        control: who counts by the tables, and moves experts between passes, where they are to be.
 
     Raises:
         ConfigError: the kernel cannot move experts.
@@ -68,8 +66,7 @@ class RankRecovery:
         layout: ExpertLayout,
         policy: str,
         open_weights: Callable[[], WeightSource],
-        recorder: ExpertRecorder | None = None,
-        balance: ExpertBalance | None = None,
+        control: ExpertControl,
     ) -> None:
         if not isinstance(kernel, MovableExperts):
             raise ConfigError(
@@ -83,7 +80,7 @@ class RankRecovery:
         self._layers, self._kernel = layers, kernel
         self._layout, self._policy = layout, policy
         self._open_weights = open_weights
-        self._recorder, self._balance = recorder, balance
+        self._recorder, self._balance, self._observed = control.recorder, control.balance, control.observed
 
     def give_up(self) -> None:
         """What this rank is doing with others fails with `PeerLost`; what it begins afterwards is a new set's."""
@@ -107,10 +104,21 @@ class RankRecovery:
         if plan.unplaced:
             raise ConfigError(f"{len(plan.unplaced)} experts have no place on {sum(alive)} ranks")
         copied, read = self._move(current, plan.placement)
+        recovered = Recovered(copied, read, balancedness(plan.placement.of_ranks(alive), counts))
         if self._balance is not None:
-            self._balance.begin_anew(alive)
+            self._balance.begin_anew(alive, recovered.balancedness)
+        self._count_anew(alive)
         self._world.barrier()
-        return Recovered(copied, read, balancedness(plan.placement.of_ranks(alive), counts))
+        return recovered
+
+    def _count_anew(self, alive: Sequence[bool]) -> None:
+        """The pass that was given up has begun on some ranks only: they number the next one alike again."""
+        if self._recorder is None or self._observed is None:
+            return
+        self._recorder.balance.go_on(alive)
+        begun = torch.tensor([self._observed.passes], device=self._world.device)
+        self._observed.passes = int(self._world.all_gather(begun).max())
+        self._observed.speaks = self.elastic.places[0] == self.elastic.rank
 
     def _held_by_all(self) -> ExpertPlacement:
         """The placement as it is, each rank's slots by its own word: the tables of others may be a move behind."""
@@ -147,7 +155,7 @@ class RankRecovery:
         else:
             self._tables.update_layer(layer, table, self._recorder if layer < self._tables.num_layers else None)
 
-    def _copy(self, chunk: Chunk, layer: MoE, link: PeerLink) -> None:
+    def _copy(self, chunk: Chunk, layer: MoE, link: Link) -> None:
         """With memory of its own: what was under way when ranks were lost may still write to other memory."""
         assert isinstance(self._kernel, MovableExperts)
         copies = tuple(copy for copy in chunk.copies if copy.source is not None)

@@ -18,7 +18,7 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.expert_tables import ExpertTables
-from moe_engine.parallel.expert_transfer import ExpertTransfer, PeerLink, SlotMemory
+from moe_engine.parallel.expert_transfer import ExpertTransfer, Link, PeerLink, SlotMemory
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.sources import from_any
 from moe_engine.parallel.recording.config import RecorderConfig
@@ -85,8 +85,9 @@ def attach_experts(
         recorder.watch()
         balance = _balance(config, settings, parallel, layers, _drafting(mtp), kernel, recorder)
         recorder.start()  # as SGLang does: what it sees can be dumped at any time
-    runner.model = ObservedModel(runner.model, recorder, balance, log=settings.report_log and parallel.world_rank == 0)
-    return ExpertControl(recorder, balance)
+    observed = ObservedModel(runner.model, recorder, balance, log=settings.report_log, speaks=parallel.world_rank == 0)
+    runner.model = observed
+    return ExpertControl(recorder, balance, observed)
 
 
 def make_recovery(
@@ -112,9 +113,7 @@ def make_recovery(
         return None
     layers = {**moe_layers(model), **_drafting(mtp)}
     layout = _layout(config, settings, parallel)
-    return RankRecovery(
-        parallel, layers, kernel, layout, settings.policy, open_weights, control.recorder, control.balance
-    )
+    return RankRecovery(parallel, layers, kernel, layout, settings.policy, open_weights, control)
 
 
 def _drafting(mtp: MTPLayers | None) -> dict[int, MoE]:
@@ -188,6 +187,7 @@ def _balance(
 
     def transfer() -> ExpertTransfer:
         memory = SlotMemory(kernel, weights, num_spare=rebalance.layers_at_once)
+        link: Link
         if parallel.elastic is not None:
             link = parallel.elastic.link()
         else:

@@ -31,18 +31,26 @@ class ObservedModel:
         model: does the work; what else shares it (MTP layers) is not observed.
         recorder: told of every pass.
         balance: called between passes.
-        log: write a line with the balancedness of each pass.
+        log: write a line with the balancedness of each pass, on the rank that `speaks` for all.
     """
 
     def __init__(
-        self, model: Model, recorder: ExpertRecorder, balance: BetweenPasses | None = None, *, log: bool = False
+        self,
+        model: Model,
+        recorder: ExpertRecorder,
+        balance: BetweenPasses | None = None,
+        *,
+        log: bool = False,
+        speaks: bool = True,
     ) -> None:
         self.logits = model.logits
         self._model = model
         self._recorder = recorder
         self._balance = balance
         self._log = log
-        self._passes = 0
+        self.speaks = speaks
+        self.passes = 0
+        """Begun so far: the number of the last one, the same on all ranks."""
 
     @property
     def is_watching(self) -> bool:
@@ -66,14 +74,14 @@ class ObservedModel:
     def _begin(self, batches: Sequence[ForwardBatch]) -> None:
         if self._balance is not None:
             self._balance.between_passes()
-        self._passes += 1
+        self.passes += 1
         if not self._recorder.counting:
             return
         first = batches[0]
         prefills = [batch.attention.prefill for batch in batches if batch.attention.prefill is not None]
         decodes = any(batch.attention.decode is not None for batch in batches)
         self._recorder.begin_pass(
-            self._passes,
+            self.passes,
             first.input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches]),
             first.positions if len(batches) == 1 else torch.cat([batch.positions for batch in batches]),
             [length for prefill in prefills for length in prefill.query_lens] if prefills else None,
@@ -82,5 +90,5 @@ class ObservedModel:
 
     def _end(self) -> None:
         self._recorder.end_pass()
-        if self._log:
+        if self._log and self.speaks:
             logger.info("%s", self._recorder.balance.log_line())

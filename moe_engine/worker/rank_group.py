@@ -133,6 +133,7 @@ class RankGroupWorker:
     collective for much longer; with `RanksChanged` where the others go on, who then `regroup`.
 
     Args:
+        call_others: has all other ranks run a call; None where rank 0 does it, or there are none.
         rank: this one's number.
         regroups: takes this rank to the others that are left; None where no rank may be lost.
     """
@@ -241,13 +242,13 @@ class RankGroupWorker:
     def call_all(self, method: str) -> Future[list[Any]]:
         """Calls one of `Worker.calls` on every rank of the world; answers in the order of the ranks.
 
-        Only rank 0 asks the others: elsewhere the answer is empty, so that nothing counts twice.
+        Only the first rank that is left asks the others: elsewhere the answer is empty, so that nothing counts twice.
         """
         answers: Future[list[Any]] = Future()
-        if self._call_others is None:
+        if self._call_others is None or self._watch.survivors.alive.index(True) != self._rank:
             answers.set_result([])
             return answers
-        asked = [self._worker.call_all(method), self._call_others(method)]
+        asked = [self._worker.call_all(method), self._call_others(method)]  # it is before the others
         waiting = [len(asked)]
 
         def arrived(done: Future[list[Any]]) -> None:

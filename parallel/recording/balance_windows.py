@@ -6,6 +6,7 @@ Legend: L layers, P physical experts, G ranks.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 
 from torch import Tensor
@@ -20,13 +21,19 @@ class BalanceWindows:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
+        self._places = list(range(num_ranks))
         self._last: deque[float] = deque(maxlen=max(WINDOWS))  # newest first
         self._pass_id = -1
         self._tokens = 0
 
+    def go_on(self, alive: Sequence[bool]) -> None:
+        """Of these ranks from now on: the others were lost."""
+        self._places = [rank for rank, lives in enumerate(alive) if lives]
+
     def add(self, pass_id: int, physical: Tensor) -> float:
         """Counts int [L, P] summed over all ranks -> the pass's balancedness, mean over layers of mean / max rank."""
         by_rank = physical.view(physical.shape[0], self._num_ranks, -1).sum(dim=2).double()  # [L, G]
+        by_rank = by_rank[:, self._places]
         balancedness = float(((by_rank.mean(dim=1) + EPSILON) / (by_rank.amax(dim=1) + EPSILON)).mean())
         self._last.appendleft(balancedness)
         self._pass_id, self._tokens = pass_id, int(by_rank.sum())

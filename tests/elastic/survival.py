@@ -21,7 +21,8 @@ from tests.ranks.drill import ended
 
 ORDINARY = 250  # token ids from here on are special
 KERNELS = {"max_total_tokens": 8192, "dtype": "float32", "cpu_threads": 1, "skip_tokenizer_init": True}
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
+"""Far above what it takes."""
 
 
 @dataclass
@@ -92,9 +93,8 @@ class Struck:
             elastic_ep=True,
             **{**KERNELS, "moe_a2a_backend": "all_to_all", **flags},
         )
-        leader = psutil.Process(self.engine._cores[0].pid)
-        children = sorted(leader.children(), key=lambda process: process.create_time())
-        self.ranks = [leader, *children]
+        self.hub = psutil.Process(self.engine._cores[0].pid)
+        self.ranks = sorted(self.hub.children(), key=lambda process: (process.create_time(), process.pid))
 
     def strike(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
         self.ranks[rank].send_signal(how)
@@ -117,7 +117,7 @@ def struck(path: Path, num_ranks: int, redundant: int, **flags: Any) -> Iterator
         yield running
     finally:
         running.engine.shutdown()
-    until(lambda: all(map(ended, running.ranks)), "a rank was left behind")
+    until(lambda: all(map(ended, [running.hub, *running.ranks])), "a process was left behind")
 
 
 def alone(path: Path, streams: Sequence[Stream], **flags: Any) -> list[list[int]]:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.engine import messages
+from moe_engine.engine import messages, rank_hub, rank_messages
 from moe_engine.engine.lockstep import GONE, Lockstep, StepMesh
+from moe_engine.engine.rank_link import RankLink
 from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
 from moe_engine.engine.rank_watch import RankWatch
 from moe_engine.errors import EngineDeadError
-from moe_engine.parallel.collectives import Group, SingleRank
+from moe_engine.parallel.collectives import LOOK_AGAIN, Group, SingleRank
 from moe_engine.parallel.dispatch.rows import without_lost
-from moe_engine.parallel.elastic import SurvivorGroup
+from moe_engine.parallel.elastic import ElasticWorld, SurvivorGroup
 from moe_engine.parallel.placement.coverage import Coverage
+from moe_engine.parallel.recording.balance_windows import BalanceWindows
 from moe_engine.types import StepFacts, StepPlan
 from moe_engine.worker.rank_group import Survivors
 from moe_engine.worker.rank_progress import Position
-from tests.many_ranks.test_client import ask, client_of
+from tests.elastic.survival import until
+from tests.many_ranks.test_client import ask, client_of, request
+from tests.parallel.ranks import run_ranks
 
 # -- groups
 
@@ -115,13 +121,43 @@ def test_ids_of_lost_ranks_name_no_expert() -> None:
     assert masked.tolist() == [[0, 1], [2, 3], [-1, -1], [-1, -1], [8, 9], [10, 11]]
 
 
+def late_messages(rank: int) -> list[list[float]]:
+    """What came from each rank, of which the last is in no hurry: longer than a wait lasts at a time."""
+    world = ElasticWorld(2, rank, 20.0, "cpu", ("world",))
+    link = world.link()
+    if rank == 1:
+        time.sleep(4 * LOOK_AGAIN.total_seconds())
+    arrived = [torch.zeros(rank + 1, dtype=torch.float64) for _ in range(2)]
+    sends = [(peer, torch.full((peer + 1,), float(10 * rank + peer), dtype=torch.float64)) for peer in range(2)]
+    works = link.start(sends, list(enumerate(arrived)))
+    link.wait(works)
+    link.wait(link.start([], []))  # those without messages come along
+    return [part.tolist() for part in arrived]
+
+
+def test_a_message_that_is_slow_is_not_lost() -> None:
+    for rank, arrived in enumerate(run_ranks(2, late_messages)):
+        assert arrived == [[float(10 * sender + rank)] * (rank + 1) for sender in range(2)]
+
+
+@pytest.mark.parametrize("alive", [[True, True, True], [False, True, True], [True, False, False]])
+def test_balancedness_is_that_of_the_ranks_left(alive: list[bool]) -> None:
+    physical = torch.randint(1, 50, (5, 6))  # of five layers, two slots a rank
+    physical[:, ~torch.tensor(alive).repeat_interleave(2)] = 0
+    windows = BalanceWindows(3)
+    windows.go_on(alive)
+    by_rank = physical.double().view(5, 3, 2).sum(2)[:, alive]
+    expected = ((by_rank.mean(1) + 1e-5) / (by_rank.amax(1) + 1e-5)).mean()
+    assert windows.add(1, physical) == pytest.approx(float(expected))
+
+
 # -- the watch
 
 
 class Watched:
     def __init__(self, coverage: Coverage | None) -> None:
         places = RankGroupOptions(4, lambda: None, num_groups=4).places
-        self.watch = RankWatch(places, WatchLimits(silent=3.0), Position, ("head", 100), coverage)
+        self.watch = RankWatch(places, WatchLimits(silent=3.0), coverage=coverage)
         for rank in range(4):
             self.watch.joined(rank, "here", 100 + rank)
             self.watch.loaded(rank, {})
@@ -131,23 +167,23 @@ class Watched:
 
     def run(self, seconds: float, silent: tuple[int, ...] = ()) -> None:
         for _ in range(round(seconds / 0.1)):
-            for rank in {1, 2, 3}.difference(silent):
+            for rank in {0, 1, 2, 3}.difference(silent):
                 self.watch.beat(rank, Position())
             self.watch.tick(0.1)
 
 
 def test_losses_of_a_moment_are_told_at_once_and_what_fails_behind_them_is_no_news() -> None:
     ranks = Watched(Coverage(8, 4))
-    ranks.watch.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
+    ranks.watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
     ranks.watch.failed(2, "all_to_all failed", peer_lost=True)
     ranks.watch.died(3, "DP3 TP3 (pid 103) was killed by SIGKILL")
     assert not ranks.told
     ranks.run(0.3)
     (survivors,) = ranks.told
-    assert survivors.alive == (True, False, True, False) and survivors.generation == 1
-    assert "DP1 TP1 (pid 101)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
+    assert survivors.alive == (False, True, True, False) and survivors.generation == 1
+    assert "DP0 TP0 (pid 100)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
     ranks.watch.failed(2, "step 7 failed", peer_lost=False, generation=0)  # what it had under way
-    ranks.run(8.0, silent=(1, 3))  # the lost are not missed again
+    ranks.run(8.0, silent=(0, 3))  # the lost are not missed again
     assert ranks.watch.verdict is None and len(ranks.told) == 1
     ranks.watch.failed(2, "step 9 failed", peer_lost=False, generation=1)
     assert "step 9 failed" in str(ranks.watch.verdict)
@@ -168,6 +204,77 @@ def test_without_the_flag_a_loss_ends_all() -> None:
     ranks = Watched(None)
     ranks.watch.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
     assert "SIGKILL" in str(ranks.watch.verdict) and not ranks.told
+
+
+# -- the hub
+
+
+class Hub:
+    """A hub whose ranks are links of this process."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rank_hub, "LocalRanks", Mock())
+        monkeypatch.setattr(rank_hub, "open_store", lambda options: Mock(port=1))
+        options = RankGroupOptions(3, lambda: None, num_groups=3, coverage=Coverage(4, 4))
+        self.hub = rank_hub.RankHub(None, options, Mock(board_path=folder / "board"))
+        self.told: list[Survivors] = []
+        self.links = [self._link(rank, f"ipc://{folder}/ranks") for rank in range(3)]
+
+    def _link(self, rank: int, address: str) -> RankLink:
+        def run(method: str) -> Future[Any]:
+            answer: Future[Any] = Future()
+            answer.set_result(f"{method} of {rank}")
+            return answer
+
+        hello, limits = rank_messages.Hello(rank, "here", 100 + rank), WatchLimits(silent=60.0)
+        link = RankLink(
+            address,
+            f"rank{rank}",
+            hello,
+            lambda: rank_messages.Beat(rank, Position()),
+            limits,
+            lambda reason: None,
+            run,
+            self.told.append,
+        )
+        link.send(rank_messages.Loaded(rank, {}, f"core{rank}", facts={"of": rank}))
+        return link
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        self.hub.close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    running = Hub(tmp_path, monkeypatch)
+    yield running
+    running.close()
+
+
+def test_the_hub_has_no_rank_of_its_own_and_tells_every_loss(hub: Hub) -> None:
+    assert hub.hub.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
+    hub.hub._watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anybody listens
+    until(lambda: len(hub.told) == 2, "the ranks were not told")
+    told: list[messages.GroupsLost] = []
+
+    def tell(news: messages.GroupsLost) -> None:
+        told.append(news)
+        hub.links[1].send(rank_messages.Ended(1))
+
+    hub.hub.run(tell)
+    ((groups, message),) = [(news.groups, news.message) for news in told]
+    assert groups == [0] and "DP0 TP0 (pid 100) was killed by SIGKILL" in message
+    assert {survivors.alive for survivors in hub.told} == {(False, True, True)}
+
+
+def test_any_rank_asks_all_others(hub: Hub) -> None:
+    hub.hub.start()
+    assert hub.links[0].ask_others(0, "view").result(30) == ["view of 1", "view of 2"]
+    hub.hub._watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
+    until(lambda: len(hub.told) == 2, "the ranks were not told")
+    assert hub.links[1].ask_others(1, "view").result(30) == ["view of 2"]
 
 
 # -- steps
@@ -218,6 +325,35 @@ def test_a_request_of_a_lost_group_goes_on_elsewhere_from_what_was_said(tmp_path
             with pytest.raises(EngineDeadError, match="DP1 TP1 was killed"):
                 await ask(client, "there", 3, lane=1)
             assert all(load.num_requests == load.num_tokens == 0 for load in client._router.loads)
+
+    asyncio.run(run())
+
+
+def test_what_is_aborted_while_its_group_is_lost_goes_on_nowhere(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2) as (client, (core,)):
+            news: list[messages.RequestDelta] = []
+
+            async def read() -> None:
+                async for delta in client.stream(request("r", lane=1)):
+                    news.append(delta)
+
+            task = asyncio.create_task(read())
+            await core.got(1)
+            client.abort("r", reason="enough")  # which its group does not live to hear
+            info = asyncio.create_task(client.call("internal_state"))
+            assert isinstance(await core.got(0), messages.AbortRequest)
+            call = await core.got(0)
+            assert isinstance(call, messages.Call)
+            core.send(messages.StepOutput([messages.RequestDelta("r", [5, 6], cached_tokens=3)], group=1))
+            core.send(messages.GroupsLost([1], "DP1 TP1 was killed by SIGKILL"))
+            await task
+            assert [token for delta in news for token in delta.token_ids] == [5, 6]
+            last = news[-1]
+            assert last.finish is not None and last.finish["type"] == "abort" and last.finish["message"] == "enough"
+            core.send(messages.Reply(call.id, value={"of": 0}))
+            assert await info == [{"of": 0}]  # of those that are left
+            assert core.nothing_for(0)
 
     asyncio.run(run())
 

@@ -20,9 +20,9 @@ from tests.e2e.server_process import ServerProcess
 from tests.ranks.drill import ended
 
 GROUPS = ("--tp", "2", "--attn-dp-size", "2")
-REPLICAS = ("--dp", "2", "--watchdog-timeout", "2")
-NAMING_SECONDS = {signal.SIGKILL: 10.0, signal.SIGSTOP: 20.0}
-"""Far above what it takes; what it took is printed."""
+REPLICAS = ("--dp", "2", "--watchdog-timeout", "4")
+PATIENCE = 60.0
+"""Seconds, far above what anything here takes; what it took is printed."""
 LONG, LONG_PROMPT = 1500, 1500
 
 
@@ -96,7 +96,7 @@ def is_rank(process: psutil.Process) -> bool:
         return False
 
 
-def until(condition: Callable[[], Any], server: ServerProcess, seconds: float = 20.0) -> float:
+def until(condition: Callable[[], Any], server: ServerProcess, seconds: float = PATIENCE) -> float:
     """Seconds that it took."""
     began = time.monotonic()
     while not condition():
@@ -142,7 +142,7 @@ def strike(victim: psutil.Process, how: signal.Signals, asked: list[Ask], what: 
     sentence for all, which names the victim, as a 503 or after the tokens that came; returns those that it hit."""
     began = time.monotonic()
     victim.send_signal(how)
-    fates = [ask.fate_within(30) for ask in asked]
+    fates = [ask.fate_within(PATIENCE) for ask in asked]
     seconds = time.monotonic() - began
     before = [ask.tokens for ask in asked]
     print(f"\n{how.name} {what}, at {min(before)} to {max(before)} tokens: all requests ended within {seconds:.2f} s")
@@ -152,14 +152,13 @@ def strike(victim: psutil.Process, how: signal.Signals, asked: list[Ask], what: 
     hit = [ask for ask, fate in zip(asked, fates) if fate != "length"]
     assert len({ask.fate for ask in hit}) == 1 and f"(pid {victim.pid})" in hit[0].fate
     assert all(ask.status == (200 if ask.tokens else 503) for ask in hit)
-    assert seconds < NAMING_SECONDS[how]
     return hit
 
 
 def check_gone(server: ServerProcess, ranks: list[psutil.Process]) -> None:
     """The server has ended with 1, so that a supervisor starts it anew, and left no process behind."""
-    assert server.process.wait(15) == 1
-    seconds = until(lambda: all(ended(rank) for rank in ranks), server, 5.0)
+    assert server.process.wait(PATIENCE) == 1
+    seconds = until(lambda: all(ended(rank) for rank in ranks), server)
     print(f"  the server exited with 1; no process was left {seconds:.2f} s later")
 
 
@@ -184,7 +183,7 @@ def test_replicas_go_on_without_a_lost_one(tmp_path: Path) -> None:
         asked = decoding(server, again=(1,))
         strike(ranks[1], signal.SIGSTOP, asked[2:], "of replica DP1 in decode")
         assert all("engine core DP1" in ask.fate for ask in asked[2:])
-        assert [ask.fate_within(60) for ask in asked[:2]] == ["length"] * 2
+        assert [ask.fate_within(3 * PATIENCE) for ask in asked[:2]] == ["length"] * 2
         assert [ask.tokens for ask in asked[:2]] == [LONG] * 2
         print(f"  its 3 requests failed, the 2 of DP0 brought all their {LONG} tokens")
         with server.client() as client:
@@ -217,9 +216,9 @@ def test_a_rank_lost_while_starting(tmp_path: Path, flags: tuple[str, ...], how:
         assert "READY" not in server.log
         ranks[1].send_signal(how)
         expected = words.format(pid=ranks[1].pid)
-        seconds = until(lambda: re.search(expected, server.log), server, NAMING_SECONDS[how])
+        seconds = until(lambda: re.search(expected, server.log), server)
         print(f"\n{how.name} while starting, named after {seconds:.2f} s: {re.findall(expected + '.*', server.log)[0]}")
-        assert server.process.wait(15) == 1 and "READY" not in server.log
-        until(lambda: all(ended(rank) for rank in ranks), server, 5.0)
+        assert server.process.wait(PATIENCE) == 1 and "READY" not in server.log
+        until(lambda: all(ended(rank) for rank in ranks), server)
     finally:
         server.__exit__()

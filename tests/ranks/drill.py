@@ -23,7 +23,10 @@ from moe_engine.engine.start import engine_info
 from moe_engine.errors import EngineDeadError
 from moe_engine.sampling_checks import parse_sampling
 
-LIMITS = WatchLimits(silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, start=30.0, progress=0.4)
+LIMITS = WatchLimits(silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4)
+"""Late after a fixed time, however long steps take on this machine."""
+PATIENCE = 60.0
+"""Seconds, for what a slow machine takes long for: far above what it takes."""
 
 
 def options(size: int, make_worker: Callable[..., Any], **changes: Any) -> RankGroupOptions:
@@ -65,11 +68,11 @@ class Drill:
         request = messages.AddRequest(rid, prompt, msgspec.to_builtins(params), num_tokens, seed=7)
         self._tasks.append(asyncio.create_task(self._fate(request)))
 
-    async def fates(self, timeout: float = 10.0) -> list[Fate]:
+    async def fates(self, timeout: float = PATIENCE) -> list[Fate]:
         async with asyncio.timeout(timeout):
             return list(await asyncio.gather(*self._tasks))
 
-    async def all_gone(self, timeout: float) -> bool:
+    async def all_gone(self, timeout: float = PATIENCE) -> bool:
         """Whether every process of the core has ended within `timeout` seconds, none left as anybody's zombie."""
         deadline = time.monotonic() + timeout
         while not all(ended(process) for process in self.ranks):
@@ -113,7 +116,7 @@ async def drill(checkpoint: Path, ranks: RankGroupOptions | None) -> AsyncIterat
         core.stop(0.0)
 
 
-async def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the drill did not get to its place"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.checkpoints import make_checkpoint
-from tests.ranks.drill import until
+from tests.ranks.drill import PATIENCE, until
 from tests.ranks.hosts import ADDRESSES, TwoHosts, two_hosts, why_not
 
 
@@ -40,11 +40,11 @@ def test_rank_behind_a_pulled_cable_is_named(
             0, sys.executable, "-m", "tests.ranks.front", *arguments, stdout=subprocess.PIPE, stderr=log
         )
     try:
-        asyncio.run(until(lambda: flag.exists() and flag.read_text() != "", 30))
+        asyncio.run(until(lambda: flag.exists() and flag.read_text() != ""))
         pid, struck = int(flag.read_text()), time.monotonic()
         hosts.pull_cable()
-        report = json.loads(front.communicate(timeout=30)[0])
-        assert node.wait(15) == 1
+        report = json.loads(front.communicate(timeout=2 * PATIENCE)[0])
+        assert node.wait(PATIENCE) == 1
     finally:
         said = (tmp_path / "log").read_text()
         print(said)

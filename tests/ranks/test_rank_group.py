@@ -22,7 +22,7 @@ from moe_engine.engine import core_process
 from moe_engine.errors import ConfigError, EngineDeadError
 from tests.models.checkpoints import make_checkpoint
 from tests.ranks import drill as drills
-from tests.ranks.drill import Drill, drill, options, until
+from tests.ranks.drill import PATIENCE, Drill, drill, options, until
 from tests.ranks.held import Hold, broken_worker, meeting_worker
 from tests.ranks.node import two_nodes
 
@@ -49,7 +49,7 @@ async def tokens_of(checkpoint: Path, size: int | None) -> list[list[int]]:
     async with drill(checkpoint, options(size, meeting_worker) if size else None) as running:
         for i, prompt in enumerate(prompts(5)):
             running.ask(prompt, 12 + i, temperature=0.0 if i % 2 else 0.8)
-        return [fate.tokens for fate in await running.fates(20.0)]
+        return [fate.tokens for fate in await running.fates()]
 
 
 def test_ranks_give_the_tokens_of_one_rank(checkpoint: Path) -> None:
@@ -75,7 +75,7 @@ async def strike_and_watch(running: Drill, strike: signal.Signals, target: int) 
     ended = time.monotonic() - began
     if strike == signal.SIGSTOP and target == 0:
         struck.kill()
-    gone = await running.all_gone(2.0)
+    gone = await running.all_gone()
     fates = await running.fates()
     report = Report(struck.pid, ended, gone, str(running.core.dead), [fate.text for fate in fates])
     print(f"\n{strike.name} of rank {target}: the core had gone after {ended:.2f} s, all ranks gone: {gone}")
@@ -131,7 +131,7 @@ def test_followers_leave_a_stopped_leader(checkpoint: Path, tmp_path: Path, capf
             leader.suspend()
             await until(lambda: follower.status() == psutil.STATUS_ZOMBIE)  # its parent is stopped
             running.core.kill("stopped")
-            return leader.pid, await running.all_gone(2.0)
+            return leader.pid, await running.all_gone()
 
     pid, gone = asyncio.run(run())
     assert gone and f"DP0 TP1] This rank leaves: DP0 TP0 (pid {pid}) silent for" in told(capfd)
@@ -153,15 +153,15 @@ def loading(checkpoint: Path, flag: Path, capfd: Any) -> tuple[drills.CoreProces
     core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, partial(meeting_worker, hold=hold)))
     said = ""
     try:
-        asyncio.run(until(lambda: flag.exists() and flag.read_text() != "", 20))
+        asyncio.run(until(lambda: flag.exists() and flag.read_text() != ""))
         pid = int(flag.read_text())
 
         def named() -> bool:
             nonlocal said
             said += capfd.readouterr().err
-            return re.search(rf"of 30 s: .*DP0 TP1 \(pid {pid}\) loading", said) is not None
+            return re.search(rf"of 120 s: .*DP0 TP1 \(pid {pid}\) loading", said) is not None
 
-        asyncio.run(until(named, 20))
+        asyncio.run(until(named))
     except BaseException:
         core.expect_exit()
         core.stop(0.0)
@@ -225,7 +225,7 @@ def test_killed_rank_of_another_node_is_named_with_its_host(checkpoint: Path, tm
     try:
         report = asyncio.run(run())
         report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL on {socket.gethostname()} (last sign: step ")
-        assert node.wait(2.0) == 1
+        assert node.wait(PATIENCE) == 1
         assert "Node 1 leaves: DP0 TP1" in told(capfd)
     finally:
         node.kill()
