@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from moe_engine.kernels.experts.shapes import ExpertModel, ExpertShape
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.sizes import weight_bytes
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: int) -> int:
     """Weights once (of the experts those that B independent choices of K hit, of the embedding B rows), and the KV of B
     requests with S tokens each. Activations stay out."""
     fp8 = config.quant is not None
-    read = config.weight_bytes(2, keeps_fp8=fp8) - 4 * config.context_length * config.rope.width
+    read = weight_bytes(config, 2, keeps_fp8=fp8) - 4 * config.context_length * config.rope.width
     read -= 2 * config.hidden_size * max(0, config.vocab_size - batch) * (not config.tie_word_embeddings)
     attention = config.attention
     if isinstance(attention, MLAConfig):  # kv_b is held in both forms, a decode reads one

@@ -17,7 +17,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     """Alone and all at once, in either order; `wrong` counts answers that differ anywhere."""
     count = 4 if setting.dry else TOKENS
     expected, found = (greedy(device, count) for device in ("cpu", setting.kind))
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"prompt": prompt, "how": how, "same": _agree(want, got), "of": len(want)}
         for how in expected
         for prompt, want, got in zip(PROMPTS, expected[how], found[how], strict=True)

@@ -93,5 +93,5 @@ class PlainTiles:
 
 
 FIXED_PLAIN = PlainTiles(64, 64, 64, 4, 4)
-FIXED_WIDE = PlainTiles(32, 64, 32, 4, 3)
+FIXED_WIDE = PlainTiles(32, 32, 32, 4, 3)
 """float32, which tensor cores do not multiply."""

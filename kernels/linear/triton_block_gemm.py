@@ -34,7 +34,7 @@ def block_gemm_kernel(
 ):  # fmt: skip
     """out [M, N] of x [M, K] and weight [N, K]; with SPLIT > 1 float32 [SPLIT, M, N], one part of K each.
 
-    With BULK `weight` is a descriptor of [BLOCK_N, BLOCK_K] tiles.
+    With BULK `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles.
     """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -46,12 +46,12 @@ def block_gemm_kernel(
     lane = tl.arange(0, BLOCK_K)
     x_rows = tl.minimum(rows, num_rows - 1)
     w_rows = tl.minimum(cols, N - 1)
-    x_tile = weight_tile(x, x_rows, lane, K, False)
+    x_tile = weight_tile(x, x_rows, lane, K, BULK)
     w_tile = weight_tile(weight, w_rows, lane, K, BULK)
     w_scale = weight_scales + (tile_n * BLOCK_N // BLOCK_K) * STEPS
     total = empty_tile(BLOCK_M, BLOCK_N, SWAP)
     for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, STEPS)):
-        a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
+        a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, BULK)
         b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, BULK)
         x_scale = tl.load(x_scales + step * scale_stride + x_rows)
         total = add_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP, True)
@@ -105,11 +105,14 @@ def block_gemm(
     tiles = tiles or block_fp8_tiles(m, n, k)
     split = tiles.split > 1
     target = torch.empty(tiles.split, m, n, dtype=torch.float32, device=out.device) if split else out
-    bulk = tiles.bulk and fits_bulk(weight.data)
-    source = TensorDescriptor.from_tensor(weight.data, [tiles.block_n, BLOCK]) if bulk else weight.data
+    x, matrix = rows.data, weight.data
+    bulk = tiles.bulk and fits_bulk(matrix) and fits_bulk(x)
+    if bulk:
+        x = TensorDescriptor.from_tensor(x, [tiles.block_m, BLOCK])
+        matrix = TensorDescriptor.from_tensor(matrix, [tiles.block_n, BLOCK])
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n), tiles.split)
     block_gemm_kernel[grid](
-        rows.data, rows.scales, source, weight.scales, None if split else bias, target, m, rows.scale_stride,
+        x, rows.scales, matrix, weight.scales, None if split else bias, target, m, rows.scale_stride,
         **_constants(n, k, tiles, bulk, bias is not None and not split), num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -141,6 +144,7 @@ def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16) -> list[Ao
         "num_rows": "i32", "scale_stride": "i32",
     }  # fmt: skip
     if tiles.bulk:
+        signature["x"] = f"tensordesc<fp8e4nv[{tiles.block_m}, {BLOCK}]>"
         signature["weight"] = f"tensordesc<fp8e4nv[{tiles.block_n}, {BLOCK}]>"
     constants = _constants(n, k, tiles, tiles.bulk, False) | {"bias": None}
     name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}"

@@ -20,7 +20,7 @@ from moe_engine.kernels.attention import workspaces
 from moe_engine.kernels.attention.workspaces import MIB, AttentionLoad
 from moe_engine.kernels.device import HeadWidths
 from moe_engine.kernels.vendors import probe
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from tests.config.conftest import SMALL, V3, machine
 from tests.config.test_speculation import LLAMA
@@ -64,7 +64,7 @@ def test_none_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
     assert all(row.name != "attention workspace" for row in resolved().ledger.rows)
 
 
-@pytest.mark.parametrize(("width", "name"), [(64, "flashinfer"), (16, "triton")])
+@pytest.mark.parametrize(("width", "name"), [(64, "flashinfer"), (16, "fa3")])
 def test_a_draft_model_has_a_workspace_of_its_own(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, width: int, name: str
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_draft_model_has_a_workspace_of_its_own(
     assert name in row.detail and "LlamaForCausalLM" in row.detail
     states = getattr(workspaces, {"flashinfer": "flashinfer_gqa"}.get(name, name))
     widths, depth = HeadWidths(4, 2, width, width), config.speculation.num_draft_tokens  # type: ignore[union-attr]
-    pages = -(-(config.context_length + 4 + 2 * depth) // config.page_size)
+    pages = -(-(config.context_len + 4 + 2 * depth) // config.page_size)
     many = AttentionLoad(DRAFT_CATCH_UP // DRAFT_FEW, DRAFT_FEW, widths, pages)
     assert row.num_bytes == max(states(AttentionLoad(300, depth, widths, pages)), states(many)) > 0
 
