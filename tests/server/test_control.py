@@ -185,6 +185,7 @@ def test_tokenize_and_back():
     assert client.tokenizer.decode(chat["tokens"], False).endswith("<｜User｜>hi<｜Assistant｜>")
     assert post(client, "/tokenize", {}).status_code == 400
     assert post(client, "/detokenize", {"tokens": [10**9]}).status_code == 400
+    assert post(client, "/detokenize", {"tokens": [5], "skip_special_tokens": "no"}).status_code == 400
     assert post(client, "/tokenize", {"prompt": "x"}, skip_tokenizer_init=True).status_code == 400
 
 
