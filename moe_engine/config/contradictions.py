@@ -11,7 +11,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.errors import ConfigError, InputError
-from moe_engine.types import SamplingParams
+from moe_engine.sampling_checks import parse_sampling
 
 # field -> (least value, what it counts)
 LEAST = {
@@ -151,7 +151,7 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     if tokenizer is not None and tokenizer.startswith(("/", "./", "../", "~")) and not Path(tokenizer).exists():
         yield f"--tokenizer-path {tokenizer}: no such folder"
     try:
-        SamplingParams.from_dict(json.loads(server.preferred_sampling_params), prefix="--preferred-sampling-params")
+        parse_sampling(json.loads(server.preferred_sampling_params), "--preferred-sampling-params")
     except InputError as error:
         yield error.message
     template = model.chat_template
