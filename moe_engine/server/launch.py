@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 import socket
 import sys
 import time
@@ -155,7 +156,7 @@ def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> N
     key = '-H "Authorization: Bearer $API_KEY" ' if config.server.api_key else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
     print(f"READY in {seconds:.1f} s on port {port}. Try:", file=sys.stdout)
-    url = f"{url_host(host)}:{port}/v1/chat/completions"
+    url = shlex.quote(f"{url_host(host)}:{port}/v1/chat/completions")
     print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
 
 
