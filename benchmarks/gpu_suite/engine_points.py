@@ -18,7 +18,7 @@ from benchmarks.gpu_suite.clock import Clock
 from benchmarks.gpu_suite.floors import decode_bytes
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.targets import check_engine
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 
 V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,

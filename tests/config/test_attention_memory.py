@@ -20,7 +20,7 @@ from moe_engine.kernels.attention import workspaces
 from moe_engine.kernels.attention.workspaces import MIB, AttentionLoad
 from moe_engine.kernels.device import HeadWidths
 from moe_engine.kernels.vendors import probe
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from tests.config.conftest import SMALL, V3, machine
 from tests.config.test_speculation import LLAMA

@@ -29,7 +29,7 @@ from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization.reference import quantize_weight
 from moe_engine.kernels.tables import EXPERTS, GQA, LINEAR, MLA, OPS
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 from tests.kernels_triton import interpreter
 from tests.models.checkpoints import make_checkpoint

@@ -22,7 +22,7 @@ from moe_engine.kernels.quantization.protocol import (
     read_by_all,
 )
 from moe_engine.kernels.quantization.triton_rows import quantize_rows
-from moe_engine.models.config import load_model_config
+from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.linear import Linear
 from moe_engine.models.loader import load_model
 from tests.kernels_triton.launches import launches
