@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"logs", "config", "engine", "server", "tokenizer", "kernels"}
     | {"experts_report", "cluster_check", "compile_kernels"},
     "launch_server": {"cli"},
+    "__main__": {"cli"},
     "__init__": {"engine", "models"},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, InputError
+from moe_engine.sampling_checks import parse_sampling
 
 # field -> (least value, what it counts)
 LEAST = {
@@ -36,8 +38,9 @@ LEAST = {
     "ep_num_redundant_experts": 0,
     "eplb_rebalance_num_iterations": 1,
     "eplb_rebalance_layers_per_chunk": 1,
+    "random_seed": -(2**63),
 }
-MOST = {"log_requests_level": 3, "port": 65535}
+MOST = {"log_requests_level": 3, "port": 65535, "random_seed": 2**63 - 1, "speculative_eagle_topk": 64}
 
 
 def check(args: EngineArgs) -> None:
@@ -144,6 +147,13 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     name = model.served_model_name
     if name is not None and (not name.strip() or ":" in name):
         yield f"--served-model-name {name!r}: must be a name without a colon"
+    tokenizer = model.tokenizer_path
+    if tokenizer is not None and tokenizer.startswith(("/", "./", "../", "~")) and not Path(tokenizer).exists():
+        yield f"--tokenizer-path {tokenizer}: no such folder"
+    try:
+        parse_sampling(json.loads(server.preferred_sampling_params), "--preferred-sampling-params")
+    except InputError as error:
+        yield error.message
     template = model.chat_template
     if template is not None and "{" not in template and not Path(template).is_file():
         yield f"--chat-template {template}: no such file; give a .jinja file (built-in names are not available yet)"

@@ -90,13 +90,16 @@ def _parse(info: FieldInfo, text: str) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        detail = f" ({error})" if info.flag.parse and "invalid literal" not in str(error) else ""
+        python = any(words in str(error) for words in ("invalid literal", "could not convert"))
+        detail = f" ({error})" if info.flag.parse and not python else ""
         raise ConfigError(f"{info.option} {text}: expected {_noun(info)}{detail}") from None
 
 
 def _noun(info: FieldInfo) -> str:
     if info.flag.parse is parse_json_object:
         return "a JSON object"
+    if info.flag.many and info.flag.parse is not None:
+        return "whole numbers"
     return {int: "a whole number", float: "a number", str: "text"}[info.type]
 
 

@@ -7,11 +7,11 @@ carries the event loop, so that the synchronous calls need none.
 from __future__ import annotations
 
 import asyncio
-import atexit
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.launch_plan import prepare
 from moe_engine.engine.client import CoreClient
 from moe_engine.engine.client_api import EngineInfo, Health
+from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.frontend import Frontend
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
@@ -69,7 +70,7 @@ class Engine:
             stop_cores(self._cores)
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise
-        atexit.register(_shutdown_if_alive, weakref.ref(self))
+        self._end = weakref.finalize(self, _end, self._cores, self._loop, self._pid)
 
     async def _open(self) -> Frontend:
         client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method)
@@ -97,6 +98,7 @@ class Engine:
         Raises:
             InputError: naming the field at fault.
             EngineDeadError: the engine process is gone.
+            TypeError: a field that there is not.
         """
         request = _request(prompt, sampling_params, input_ids, stream, fields)
         if stream:
@@ -182,6 +184,7 @@ class Engine:
         if self._closed or not self._is_ours:
             return
         self._closed = True
+        self._end.detach()
         asyncio.run_coroutine_threadsafe(self._frontend.client.shutdown(drain=False), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
@@ -218,6 +221,10 @@ class Engine:
 
 
 def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> GenerateInput:
+    known = GenerateInput.__dataclass_fields__
+    if unknown := [name for name in fields if name not in known]:
+        raise TypeError(f"generate() has no field {unknown[0]!r}; those of /generate are {', '.join(known)}")
+    fields.setdefault("text_field", "prompt")
     return GenerateInput(text=prompt, input_ids=input_ids, sampling_params=sampling, stream=stream, **fields)
 
 
@@ -225,9 +232,20 @@ async def _next(chunks: Any) -> Any:
     return await anext(chunks, _END)
 
 
-def _shutdown_if_alive(reference: weakref.ref[Engine]) -> None:
-    """At the end of the program, when nothing can be awaited any more."""
-    engine = reference()
-    if engine is not None and not engine._closed and engine._is_ours:
-        engine._closed = True
-        stop_cores(engine._cores)
+def _end(cores: Sequence[CoreProcess], loop: asyncio.AbstractEventLoop, pid: int) -> None:
+    """For an engine that nobody shut down and nobody can reach any more, and at the end of the program.
+
+    Nothing can be awaited here: this may run in the very thread that carries `loop`.
+    """
+    if pid != os.getpid():  # a forked child, which owns none of it
+        return
+    stop_cores(cores)
+    with contextlib.suppress(RuntimeError):  # closed already
+        loop.call_soon_threadsafe(_wind_up, loop)
+
+
+def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
+    """Stops a loop after its tasks have seen that they are cancelled."""
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)

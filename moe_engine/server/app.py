@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.frontend import Frontend, Observer
@@ -66,8 +67,11 @@ def _route(
     app: FastAPI, paths: str, handler: Handler, shape: Shape, methods: str = "GET", *, show: bool = True
 ) -> None:
     endpoint = guarded(handler, shape)
+    wanted = methods.split()
     for path in paths.split():
-        for method in methods.split():
+        if wanted == ["GET"]:  # those that take POST too change something; uvicorn leaves the body out
+            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+        for method in wanted:
             name = f"{method.lower()}{path}"
             app.add_api_route(path, endpoint, methods=[method], operation_id=name, include_in_schema=show)
 
@@ -148,7 +152,17 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
 
 async def _no_such_route(request: Request, exc: Exception) -> Response:
     status = exc.status_code if isinstance(exc, HTTPException) else 500
-    path = request.url.path
-    message = f"{request.method} {path}: no such endpoint" if status == 404 else f"{request.method} {path}: not allowed"
+    path, method = request.url.path, request.method
+    allowed = _methods_of(request) if status == 405 else ""
+    message = f"{method} {path}: no such endpoint" if status == 404 else f"{method} {path}: not allowed; use {allowed}"
     problem = Problem(status, message, "NotFoundError" if status == 404 else "BadRequestError", None, status)
-    return error_response(problem, openai_body if path.startswith("/v1") else native_body)
+    response = error_response(problem, openai_body if path.startswith("/v1") else native_body)
+    if allowed:
+        response.headers["allow"] = allowed
+    return response
+
+
+def _methods_of(request: Request) -> str:
+    """The methods that the path of a request takes."""
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return ", ".join(sorted({method for route in matching for method in getattr(route, "methods", None) or ()}))

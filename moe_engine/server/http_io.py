@@ -58,8 +58,11 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
     """The JSON object a client sent.
 
     Raises:
-        InputError: not JSON, or not an object.
+        InputError: not JSON, not an object, or compressed.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise InputError(f"Content-Encoding {encoding!r:.40}: send the body uncompressed", status=415)
     body = await read_body(request, limit)
     if not body.strip():
         raise InputError("the request body is empty; send a JSON object")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.errors import ConfigError
+from moe_engine.server.listen import bind, url_host
 
 if TYPE_CHECKING:
     from moe_engine.engine.client import CoreClient
@@ -51,24 +53,22 @@ def serve(args: EngineArgs) -> int:
     config = prepare(args, place=place_in_cluster())
     if config.parallel.local_rank or config.parallel.node_rank:
         return _serve_node(config)
-    cores = start_cores(config)
-    sock: socket.socket | None = None
+    sock = bind(config.server.host, config.server.port)
+    cores: list[CoreProcess] = []
     try:
+        cores = start_cores(config)
         for line in explain.start_lines(config):
             logger.info("%s", line)
         import uvloop
 
         import moe_engine.server.app  # noqa: F401  # slow: while the core loads
-        from moe_engine.server.serve import bind
 
-        sock = bind(config.server.host, config.server.port)
         tokenizer = open_tokenizer(config)
         info = wait_ready(cores)  # in this thread: a signal interrupts it
         return uvloop.run(_serve(config, cores, info, tokenizer, sock, began))
     finally:
         stop_cores(cores)
-        if sock is not None:
-            sock.close()
+        sock.close()
 
 
 def _serve_node(config: ResolvedConfig) -> int:
@@ -153,11 +153,11 @@ async def _watch(client: CoreClient, timeout: float) -> None:
 
 def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> None:
     """For a person at a terminal: that it is ready, and a line to copy."""
-    shown = "localhost" if host in ("0.0.0.0", "127.0.0.1", "::") else host
     key = '-H "Authorization: Bearer $API_KEY" ' if config.server.api_key else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
     print(f"READY in {seconds:.1f} s on port {port}. Try:", file=sys.stdout)
-    print(f"  curl {shown}:{port}/v1/chat/completions -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
+    url = shlex.quote(f"{url_host(host)}:{port}/v1/chat/completions")
+    print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
 
 
 def server_settings(config: ResolvedConfig) -> Any:

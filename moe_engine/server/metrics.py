@@ -23,6 +23,9 @@ _GAUGES = {
     "num_queue_reqs": "Requests waiting.",
     "num_used_tokens": "KV slots held by running requests.",
     "token_usage": "Share of the KV pool in use.",
+    "kv_used_tokens": "KV slots held by running requests, as the schedulers count them.",
+    "kv_available_tokens": "KV slots that are free.",
+    "kv_evictable_tokens": "KV slots that hold cached prefixes nobody uses now.",
     "gen_throughput": "Generated tokens per second.",
     "cache_hit_rate": "Share of the last prefill batch's tokens found in the prefix cache.",
     "num_retracted_reqs": "Requests taken back to the queue for want of KV slots.",
@@ -38,6 +41,9 @@ _GAUGES = {
     "kv_cache_memory_usage_gb": "Memory of the KV pool, GB.",
 }
 _FROM_STATE = {
+    "kv_used_tokens": "num_used",
+    "kv_available_tokens": "num_free",
+    "kv_evictable_tokens": "num_evictable",
     "gen_throughput": "last_gen_throughput",
     "cache_hit_rate": "cache_hit_rate",
     "num_retracted_reqs": "num_retracted",
@@ -45,6 +51,8 @@ _FROM_STATE = {
     "is_cuda_graph": "is_cuda_graph",
     "compilations_after_ready": "compilations_after_ready",
 }
+_MEANS = {"cache_hit_rate", "new_token_ratio"}
+"""Of several schedulers the mean is shown, of all others the sum."""
 
 _TOTALS_FROM_STATE = {
     "num_retracted_requests_total": ("num_retractions_total", "Times a running request was taken back to the queue."),
@@ -138,7 +146,7 @@ class Metrics:
         for name, key in _FROM_STATE.items():
             found = [s[key] for s in states if isinstance(s.get(key), (int, float))]
             if found:
-                values[name] = sum(found) if name != "cache_hit_rate" else sum(found) / len(found)
+                values[name] = sum(found) / (len(found) if name in _MEANS else 1)
         for name, value in values.items():
             self._gauges[name].set(value)
         for name, (key, _) in _TOTALS_FROM_STATE.items():

@@ -124,6 +124,6 @@ class NativeApi:
         batch: list[list[int]] = tokens if many else [tokens]
         for ids in batch:
             check_token_ids(ids or [0], self._state.client.info.vocab_size, "tokens")
-        skip = body.get("skip_special_tokens", True)
-        texts = [tokenizer.decode(ids, bool(skip)) for ids in batch]
+        skip = body.get("skip_special_tokens") is None or boolean(body, "skip_special_tokens")
+        texts = [tokenizer.decode(ids, skip) for ids in batch]
         return json_response({"text": texts if many else texts[0]})

@@ -46,6 +46,13 @@ class CompletionsApi:
                 f"prompt: expected a string, a list of strings, token ids or a list of those, got {prompt!r:.40}",
                 field="prompt",
             )
+        if req.suffix:
+            raise InputError("suffix: not available yet in moe-engine; leave it out", field="suffix")
+        if isinstance(req.best_of, int) and req.best_of > (req.n if isinstance(req.n, int) else 1):
+            raise InputError(
+                "best_of: more answers than n asks for are not available yet in moe-engine; leave it out",
+                field="best_of",
+            )
         max_tokens = DEFAULT_MAX_TOKENS if req.max_tokens is None else req.max_tokens
         if req.logprobs is not None and not 0 <= req.logprobs <= MAX_LOGPROBS:
             raise InputError(f"logprobs: must be in [0, {MAX_LOGPROBS}], got {req.logprobs}", field="logprobs")

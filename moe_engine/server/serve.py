@@ -15,7 +15,10 @@ from typing import Any
 
 import uvicorn
 
+from moe_engine import logs
 from moe_engine.errors import ConfigError
+from moe_engine.server.http_protocol import Connection
+from moe_engine.server.listen import bind
 from moe_engine.server.stop import StopSwitch
 
 Hook = Callable[..., Awaitable[None] | None]
@@ -68,24 +71,6 @@ async def _call(hook: Hook, *args: Any) -> None:
         await result
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket on the address, before anything slow is done.
-
-    Raises:
-        ConfigError: the address is taken or not this machine's.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as exc:
-        sock.close()
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
-    sock.set_inheritable(False)
-    return sock
-
-
 async def serve(
     app: Any,
     sock: socket.socket,
@@ -106,14 +91,17 @@ async def serve(
         on_shutdown: called when the last request has ended; may be async.
         drain_seconds: longest wait for running requests; None waits for all. A second signal ends the wait.
         stop: ends the server from inside.
+
+    Raises:
+        ConfigError: another process listens there since the socket was bound.
     """
     http_level = logging.getLevelNamesMapping().get((log_level_http or log_level).upper(), logging.INFO)
     config = uvicorn.Config(
         app,
-        log_config=None,
+        log_config=logs.uvicorn_config(log_level, log_level_http),
         log_level=http_level,
         access_log=http_level <= logging.INFO,
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         backlog=BACKLOG,
@@ -121,7 +109,11 @@ async def serve(
         timeout_graceful_shutdown=drain_seconds,
         server_header=False,
     )
-    sock.listen(BACKLOG)
+    try:
+        sock.listen(BACKLOG)
+    except OSError as exc:  # another server that was starting too was quicker
+        host, port = sock.getsockname()[:2]
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
     server = GracefulServer(config, on_ready, on_shutdown)
     if stop is not None:
         stop.connect(lambda: server.handle_exit(signal.SIGTERM, None))

@@ -49,6 +49,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as exc:
             raise ConfigError(f"chat template, line {exc.lineno}: {exc.message}") from exc
         self._wants_parts = {name: bool(_LOOPS_OVER_CONTENT.search(text)) for name, text in sources.items()}
+        self._knows_developer = {name: "developer" in text for name, text in sources.items()}
         self._special_tokens = dict(special_tokens or {})
 
     def render(
@@ -74,6 +75,8 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
+        if not self._knows_developer[name]:
+            messages = [_as_system(m) for m in messages]
         prepared = [prepare_message(m, keep_parts=self._wants_parts[name]) for m in messages]
         template = self._templates[name]
         try:
@@ -133,6 +136,11 @@ def prepare_message(message: Mapping[str, Any], *, keep_parts: bool) -> dict[str
     else:
         out.pop("tool_calls", None)
     return out
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI's newer name of the system role would be dropped in silence by templates that do not know it."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def _arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:

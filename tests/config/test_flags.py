@@ -173,6 +173,7 @@ def test_dropped_flags_name_their_replacement(name):
         ("--enable-m", "ambiguous option"),
         ("--json-model-override-args [1]", "JSON object"),
         ("--max-total-tokens 1.5", "whole number"),
+        ("--cuda-graph-bs-decode a", "--cuda-graph-bs-decode a: expected whole numbers"),
     ],
 )
 def test_mistakes_are_explained(text, words):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
 import signal
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import pytest
 
 import moe_engine
 from moe_engine import Engine
-from moe_engine.engine.engine import _shutdown_if_alive
 from moe_engine.errors import ConfigError, EngineDeadError, InputError
 from tests.models.checkpoints import make_checkpoint
 
@@ -93,6 +92,10 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
         engine.generate(input_ids=[10**6])
     with pytest.raises(InputError, match="exactly one"):
         engine.generate()
+    with pytest.raises(InputError, match=r"^prompt: expected a string or a list of strings, got tuple"):
+        engine.generate(("a", "b"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"no field 'top_logprob'; .*top_logprobs_num"):
+        engine.generate("a", top_logprob=1)
     assert engine.generate("hello", GREEDY)
 
 
@@ -115,10 +118,9 @@ def test_killed_engine_is_named(checkpoint: Path) -> None:
     engine = Engine(model_path=str(checkpoint))
     pid = engine._cores[0].pid
     psutil.Process(pid).kill()
-    began = time.monotonic()
     with pytest.raises(EngineDeadError, match=rf"pid {pid}\) was killed by SIGKILL"):
         engine.generate("hello", {**GREEDY, "max_new_tokens": 400})
-    assert time.monotonic() - began < 2
+    engine.shutdown()
     engine.shutdown()
 
 
@@ -147,6 +149,17 @@ def test_dummy_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> N
     assert len(answer["output_ids"]) == 6 and "text" not in answer  # type: ignore[call-overload]
 
 
+def test_an_engine_that_is_dropped_leaves_no_process(checkpoint: Path) -> None:
+    """As a notebook does that runs the same cell again."""
+    engine = Engine(str(checkpoint), load_format="dummy", skip_tokenizer_init=True)
+    core, thread = psutil.Process(engine._cores[0].pid), engine._thread
+    del engine
+    gc.collect()
+    assert psutil.wait_procs([core], timeout=60)[1] == []
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_importing_the_package_is_light() -> None:
     import subprocess
 
@@ -164,7 +177,7 @@ def test_a_forked_child_neither_uses_nor_ends_the_engine(engine: Engine) -> None
         except EngineDeadError as error:
             refused = "belongs to process" in str(error)
         engine.shutdown()
-        _shutdown_if_alive(weakref.ref(engine))  # what a child's sys.exit would call
+        engine._end()  # what a child's sys.exit would call
         os._exit(0 if refused else 1)
     deadline = time.monotonic() + 20
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):

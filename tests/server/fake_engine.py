@@ -128,9 +128,9 @@ class FakeClient:
         return (await self.call(method, **args))[0]
 
     def health(self) -> Health:
-        return self.board
+        return replace(self.board, num_running=max(self.board.num_running, len(self.running)))
 
     def healths(self) -> list[Health]:
-        return [self.board]
+        return [self.health()]
 
     async def shutdown(self, *, drain: bool = True) -> None: ...

@@ -14,7 +14,8 @@ import httpx
 
 from moe_engine.engine.frontend import Frontend, FrontendSettings
 from moe_engine.server.app import create_app
-from moe_engine.server.serve import bind, serve
+from moe_engine.server.listen import bind
+from moe_engine.server.serve import serve
 from moe_engine.server.settings import ServerSettings
 from tests.server.fake_engine import FakeClient
 

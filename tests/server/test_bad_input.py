@@ -123,6 +123,8 @@ OPENAI = [
     ("completions", {"prompt": "a", "logprobs": 1000}, "logprobs", "logprobs: must be in"),
     ("completions", {"prompt": "a", "json_schema": "{}"}, "json_schema", "not available yet"),
     ("completions", {"prompt": "a", "stop_token_ids": [99999]}, "stop_token_ids", "stop_token_ids: token id 99999"),
+    ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "suffix: not available yet"),
+    ("completions", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "more answers than n asks for"),
     ("completions", {"prompt": "a", "lora_path": "x"}, "lora_path", "not available yet"),
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "key 'x' is not a token id"),
 ]

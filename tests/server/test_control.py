@@ -117,6 +117,21 @@ def test_metrics():
     assert not any(name.endswith("_created") for name in values)
 
 
+def test_several_schedulers_on_one_page():
+    """Counts add up, ratios do not."""
+    client = FakeClient()
+    client.state = [
+        {"new_token_ratio": 0.5, "num_free": 10, "num_evictable": 5, "num_used": 1},
+        {"new_token_ratio": 0.7, "num_free": 20, "num_evictable": 0, "num_used": 2},
+    ]
+    values = {}
+    for line in get(client, "/metrics", enable_metrics=True).text.splitlines():
+        if not line.startswith("#"):
+            values[line.split("{")[0].removeprefix("sglang:")] = float(line.rsplit(" ", 1)[1])
+    assert values["new_token_ratio"] == pytest.approx(0.6)
+    assert (values["kv_available_tokens"], values["kv_evictable_tokens"], values["kv_used_tokens"]) == (30, 5, 3)
+
+
 def test_speculation_metrics():
     """Counts of several ranks add up; without speculation there are none of these."""
     client = FakeClient()
@@ -185,6 +200,7 @@ def test_tokenize_and_back():
     assert client.tokenizer.decode(chat["tokens"], False).endswith("<｜User｜>hi<｜Assistant｜>")
     assert post(client, "/tokenize", {}).status_code == 400
     assert post(client, "/detokenize", {"tokens": [10**9]}).status_code == 400
+    assert post(client, "/detokenize", {"tokens": [5], "skip_special_tokens": "no"}).status_code == 400
     assert post(client, "/tokenize", {"prompt": "x"}, skip_tokenizer_init=True).status_code == 400
 
 

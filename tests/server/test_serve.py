@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from moe_engine.errors import ConfigError
-from moe_engine.server.serve import bind
+from moe_engine.server.listen import bind
 
 PROGRAM = """
 import sys
@@ -58,18 +58,30 @@ def ask_in_background(address):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.3)
+    until(lambda: answers or httpx.get(address + "/get_load", timeout=10).json()[0]["num_reqs"])
     return thread, answers
 
 
+def until(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def refuses(address):
+    try:
+        return httpx.get(address + "/health", timeout=1).status_code >= 500
+    except httpx.TransportError:
+        return True
+
+
 def test_sigterm_drains(start):
-    process, address = start(0.1)
+    process, address = start(0.2)
     assert httpx.get(address + "/health").status_code == 200
     thread, answers = ask_in_background(address)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
-    with pytest.raises(httpx.TransportError):
-        httpx.get(address + "/health", timeout=1)
+    until(lambda: refuses(address))
     thread.join(10)
     assert answers[0].json()["meta_info"]["finish_reason"]["type"] == "stop"
     assert process.wait(10) == 0

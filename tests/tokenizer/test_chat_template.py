@@ -36,6 +36,14 @@ def test_parts_and_tools():
     assert '[{"type": "function", "é": "<b>"}]' in CHAT.render([USER], tools=[{"type": "function", "é": "<b>"}])
 
 
+def test_a_developer_is_the_system_where_the_template_knows_none():
+    roles = "{% for m in messages %}{{ m.role }},{% endfor %}"
+    messages = [{"role": "developer", "content": "Be brief."}, USER]
+    assert ChatTemplate(roles).render(messages) == "system,user,"
+    assert ChatTemplate(roles + "{# developer #}").render(messages) == "developer,user,"
+    assert messages[0]["role"] == "developer"
+
+
 def test_arguments_reach_templates_of_both_kinds():
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
