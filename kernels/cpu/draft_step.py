@@ -42,8 +42,8 @@ class _Room:
     @staticmethod
     def of(rows: np.ndarray, depth: int) -> _Room:
         count = len(rows)
-        integers = (np.empty(shape, dtype=np.int64) for shape in (count, (count, depth + 1), count))
-        judged = JudgedChains(*integers, np.zeros(3))
+        starts, counts = np.empty((2, count), dtype=np.int64)
+        judged = JudgedChains(starts, np.empty((count, depth + 1), dtype=np.int64), counts, np.empty(3))
         struct = _Judged(*(array.ctypes.data for array in judged))
         return _Room(rows, depth, judged, rows.ctypes.data, struct)
 
