@@ -116,6 +116,7 @@ class SpeculativeStep:
         self._thresholds = config.has_thresholds
         self._whole = whole
         self._same: Decodes | None = None
+        self._none = self._make_decodes([], [], np.zeros(0, dtype=np.int64))
 
     def enter(self, plan: StepPlan) -> None:
         """Rows that begin in this step, whether it is speculative or not."""
@@ -185,15 +186,24 @@ class SpeculativeStep:
 
     def _decodes(self, plan: StepPlan) -> Decodes:
         num, same = plan.num_decodes, self._same
+        if not num:
+            return self._none  # prompts between two steps of the same decodes
         plan_rows, plan_counts = plan.rows[:num], plan.counts[:num]
-        if same is not None and same.plan_rows == plan_rows and same.plan_counts == plan_counts:
-            return same
-        rows, counts = np.array(plan_rows, dtype=np.int64), np.array(plan_counts, dtype=np.int64)
+        rows = None
         if same is not None and same.plan_rows == plan_rows:
+            if same.plan_counts == plan_counts:
+                return same
             rows = same.rows  # others know the rows by the object
-        most = int(counts.max()) if num else 1
+        if rows is None:
+            rows = np.array(plan_rows, dtype=np.int64)
+        self._same = self._make_decodes(plan_rows, plan_counts, rows)
+        return self._same
+
+    def _make_decodes(self, plan_rows: list[int], plan_counts: list[int], rows: np.ndarray) -> Decodes:
+        counts = np.array(plan_counts, dtype=np.int64)
+        most = int(counts.max(initial=1))
         first = np.cumsum(counts) - counts
-        self._same = same = Decodes(
+        return Decodes(
             plan_rows=plan_rows,
             plan_counts=plan_counts,
             rows=rows,
@@ -204,7 +214,6 @@ class SpeculativeStep:
             with_drafts=np.flatnonzero(counts > 1),
             nodes=self._upload(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)),
         )
-        return same
 
     def build(self, plan: StepPlan, verification: Verification) -> StepBatch:
         """The batch of drafts and prompts."""
