@@ -14,13 +14,23 @@ Embedding, head and rotary table are the main model's own; the checkpoint's copi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel, FusedDrafting
+from moe_engine.kernels.attention.drafting import (
+    ChainSteps,
+    DraftLevel,
+    FusedDrafting,
+    FusedDraftStep,
+    JudgedChains,
+    RowTables,
+    StepDraws,
+)
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.footprint import held_bytes
@@ -31,6 +41,9 @@ from moe_engine.parallel.step_sizes import StepSizes
 
 MAX_FUSED_TOKENS = 64
 """Tokens up to which writing a layer's cache in one call gains anything; more would only take more memory at once."""
+
+WholeStepCall = Callable[[np.ndarray, int, StepDraws | None], JudgedChains]
+"""rows [R] int64, drafts of each, how they are drawn -> what became of them."""
 
 
 @runtime_checkable
@@ -123,6 +136,17 @@ class MTPLayers:
         assert self._fused is not None
         caches = [kv[i] for i in self.kv_layers]
         return self._drafting.run_drafts(self._fused, states, rows, roots, steps, caches, parameters, uniform)
+
+    def whole_step(self, tables: RowTables, kv: Sequence[Any]) -> WholeStepCall | None:
+        """A call that runs a step of chains alone, as `FusedDraftStep.run_step`; None where no kernel does that.
+
+        It does not tell of the experts that were chosen.
+        """
+        backend, stack = self._model.backends.attention, self._model.stack
+        if self._fused is None or stack is None or not isinstance(backend, FusedDraftStep):
+            return None
+        step = backend.fuse_step(self._fused, stack.fused, tables, kv)
+        return None if step is None else partial(backend.run_step, step)
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """v [S, D] -> [S, V] float32, by the model's head. `sizes` as `Model.logits` takes them."""

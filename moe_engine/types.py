@@ -97,6 +97,11 @@ class SpeculationConfig:
             nodes = self.num_steps + 1 if self.topk == 1 else self.num_steps * self.topk + 1
             object.__setattr__(self, "num_draft_tokens", nodes)
 
+    @property
+    def has_thresholds(self) -> bool:
+        """Whether drafts are accepted that are not the target's own choice."""
+        return self.accept_threshold_single < 1 or self.accept_threshold_acc < 1
+
     def num_nodes(self, depth: int) -> int:
         """Tokens that a request brings to a step with drafts of this depth, the last token included."""
         if depth == 0 or self.topk == 1:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel
+from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel, JudgedChains, RowTables, StepDraws
 from moe_engine.kernels.attention.protocol import AttentionBatch, MLALayer, PagedQueries
 from moe_engine.kernels.attention.stacking import StackedLayer
-from moe_engine.kernels.cpu import decoder, drafts
+from moe_engine.kernels.cpu import decoder, draft_step, drafts
 from moe_engine.kernels.cpu.layers import LayerPointer, mla_layer
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
@@ -94,6 +95,16 @@ class CpuMLA(_Backend):
         cache: Tensor,
     ) -> None:  # fmt: skip
         drafts.remember(self._lib, fused, level, ids, hidden, positions, slots, cache)
+
+    def fuse_step(
+        self, fused: drafts.DraftsPointer, stack: decoder.DecoderPointer, tables: RowTables, caches: Sequence[Tensor]
+    ) -> draft_step.DraftStepPointer | None:
+        return draft_step.fuse(fused, stack, tables, caches)
+
+    def run_step(
+        self, step: draft_step.DraftStepPointer, rows: np.ndarray, depth: int, draws: StepDraws | None
+    ) -> JudgedChains:
+        return draft_step.run(self._lib, step, rows, depth, draws)
 
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None

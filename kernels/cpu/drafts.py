@@ -49,6 +49,12 @@ class DraftsPointer:
     orders: dict[tuple[int, ...], Any] = field(default_factory=dict)
     """Arrays of pointers to levels, by the numbers of these."""
 
+    def take(self, caches: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Lets the levels work on these caches, with activations of a number type."""
+        for level, cache in zip(self.levels, caches):
+            level.form = _form(self, dtype, cache)
+            level.cache, level.cache_row = cache.data_ptr(), cache.stride(0)
+
     def order(self, levels: Sequence[int]) -> Any:
         key = tuple(levels)
         if key not in self.orders:
@@ -85,15 +91,10 @@ def run(
     caches: Sequence[Tensor], parameters: SamplingParameters | None, uniform: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """As `FusedDrafting.run_drafts`."""
-    for level, cache in zip(drafts.levels, caches):
-        level.form = _form(drafts, states, cache)
-        level.cache, level.cache_row = cache.data_ptr(), cache.stride(0)
+    drafts.take(caches, states.dtype)
     num_steps, num_rows = steps.positions.shape
     queries = pointer(steps.queries)
-    draws = _Draws()
-    if parameters is not None and uniform is not None:
-        p = parameters
-        draws = _Draws(*(t.data_ptr() for t in (p.temperature, p.top_p, p.min_p, uniform, p.top_k)))
+    draws = draws_struct(parameters, uniform)
     # made by numpy: torch would offer the interpreter lock to other threads, and this call is the better time for it
     tokens = torch.from_numpy(np.empty((num_rows, 1 + num_steps), dtype=np.int64))
     library.moe_draft_chain(
@@ -105,12 +106,20 @@ def run(
     return tokens
 
 
+def draws_struct(parameters: SamplingParameters | None, uniform: Tensor | None = None) -> _Draws:
+    """How tokens are drawn; without parameters greedily."""
+    if parameters is None:
+        return _Draws()
+    p, numbers = parameters, None if uniform is None else uniform.data_ptr()
+    return _Draws(p.temperature.data_ptr(), p.top_p.data_ptr(), p.min_p.data_ptr(), numbers, p.top_k.data_ptr())
+
+
 def remember(
     library: Library, drafts: DraftsPointer, level: int, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
     cache: Tensor,
 ) -> None:  # fmt: skip
     """As `FusedDrafting.remember_drafts`."""
-    form = _form(drafts, hidden, cache)
+    form = _form(drafts, hidden.dtype, cache)
     library.moe_draft_remember(
         drafts.kind, ctypes.addressof(drafts.levels[level]), len(ids), hidden.shape[1], drafts.embedding.data_ptr(),
         ids.data_ptr(), hidden.contiguous().data_ptr(), positions.data_ptr(), slots.data_ptr(), form,
@@ -118,8 +127,8 @@ def remember(
     )  # fmt: skip
 
 
-def _form(drafts: DraftsPointer, states: Tensor, cache: Tensor) -> int:
+def _form(drafts: DraftsPointer, dtype: torch.dtype, cache: Tensor) -> int:
     """Of the cache's rows (`kv_format`)."""
-    if KIND.get(states.dtype) != drafts.kind:
-        raise ValueError(f"states are {states.dtype}, the cache {cache.dtype}: not what the weights are")
-    return latent_form(cache, states.dtype, *drafts.widths)
+    if KIND.get(dtype) != drafts.kind:
+        raise ValueError(f"states are {dtype}, the cache {cache.dtype}: not what the weights are")
+    return latent_form(cache, dtype, *drafts.widths)

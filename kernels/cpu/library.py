@@ -38,6 +38,7 @@ UNITS = (
     "layers",
     "decoder",
     "drafts",
+    "draft_step",
     "team",
 )
 FLAGS = [
@@ -76,6 +77,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_decoder": (None, [N, P, P, L, P, P, P, P, P]),
     "moe_draft_chain": (None, [N, P, L, L, L, P, P, P, P, P, P, P, P, P, P, P]),
     "moe_draft_remember": (None, [N, P, L, L, P, P, P, P, P, N, P, L]),
+    "moe_draft_step": (L, [N, P, P, L, L, P, P, P, P]),
     "moe_greedy": (None, [P, L, L, L, P]),
     "moe_sample": (None, [P, L, L, L, P, P, P, P, P, P]),
     "moe_probabilities": (None, [P, L, L, L, P, P, P, P, P, L, P]),
@@ -116,6 +118,7 @@ class Library:
     moe_decoder: Any
     moe_draft_chain: Any
     moe_draft_remember: Any
+    moe_draft_step: Any
     moe_greedy: Any
     moe_sample: Any
     moe_probabilities: Any

@@ -88,6 +88,11 @@ class Decoder:
         moves = choose_moves(self.parallel, feed_forward.tokens, shared_out)
         return ShardedLayer(attention, post, feed_forward, next_norm, moves)
 
+    @property
+    def stack(self) -> LayerStack | None:
+        """All layers as one call, where the kernels have it."""
+        return self._stack
+
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
         """All layers as one call, where a family's kernels have it."""
         return None

@@ -42,6 +42,11 @@ class LayerStack:
         fused = backend.fuse_stack(embedding, first_norm.weight, known)
         return None if fused is None else cls(backend, fused, [layer.feed_forward for layer in layers])
 
+    @property
+    def fused(self) -> Any:
+        """What `FusedStack.fuse_stack` gave."""
+        return self._fused
+
     def takes(self, batch: ForwardBatch, pieces: Sequence[Piece]) -> bool:
         return len(pieces) == 1 and pieces[0].absorbed and batch.num_tokens <= self._max_tokens
 

@@ -93,12 +93,16 @@ class Acceptance:
     def add(self, accepted: list[tuple[int, int]]) -> None:
         if not accepted:
             return
-        for i in range(len(self._hits)):
-            judged = sum(1 for depth, good in accepted if depth > i and good >= i)
-            if judged:
-                decay = self._decay
-                self._tries[i] = self._tries[i] * decay + judged
-                self._hits[i] = self._hits[i] * decay + sum(1 for depth, good in accepted if depth > i and good > i)
+        judged, right = [0] * len(self._hits), [0] * len(self._hits)
+        for depth, good in accepted:
+            for i in range(min(depth, good + 1)):
+                judged[i] += 1
+            for i in range(min(depth, good)):
+                right[i] += 1
+        for i, tries in enumerate(judged):
+            if tries:
+                self._tries[i] = self._tries[i] * self._decay + tries
+                self._hits[i] = self._hits[i] * self._decay + right[i]
         self.num_seen += len(accepted)
 
     def expected(self, depth: int) -> float:

@@ -53,7 +53,8 @@ class Curve:
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[tuple[int, float]]] = {}
-        self._points: dict[int, tuple[float, float]] = {}  # by bucket: count and seconds
+        self._medians: dict[int, tuple[float, float]] = {}  # by bucket: count and seconds
+        self._stale: set[int] = set()  # buckets with measurements newer than their medians
         self._order: list[int] = []  # buckets, ascending
 
     def add(self, count: int, seconds: float) -> None:
@@ -63,7 +64,7 @@ class Curve:
             seen = self._seen[bucket] = deque(maxlen=KEPT)
             insort(self._order, bucket)
         seen.append((count, seconds))
-        self._points[bucket] = (median(c for c, _ in seen), median(s for _, s in seen))
+        self._stale.add(bucket)  # a step is no time for medians: they are looked at much more seldom
 
     def knows(self, count: int) -> bool:
         """Whether there were enough measurements at about this count, or not far from it on both sides."""
@@ -81,7 +82,8 @@ class Curve:
         bucket = _bucket(count)
         if len(self._seen.get(bucket, ())) >= BELIEVED:
             return None
-        return max((self._points[b][1] for b in self._order if b <= bucket), default=0.0)
+        points = self._points
+        return max((points[b][1] for b in self._order if b <= bucket), default=0.0)
 
     @property
     def is_empty(self) -> bool:
@@ -89,8 +91,18 @@ class Curve:
 
     def clear(self) -> None:
         self._seen.clear()
-        self._points.clear()
+        self._medians.clear()
+        self._stale.clear()
         self._order.clear()
+
+    @property
+    def _points(self) -> dict[int, tuple[float, float]]:
+        """The medians of every bucket."""
+        for bucket in self._stale:
+            seen = self._seen[bucket]
+            self._medians[bucket] = (median(c for c, _ in seen), median(s for _, s in seen))
+        self._stale.clear()
+        return self._medians
 
     def at(self, count: int) -> float:
         order, points = self._order, self._points

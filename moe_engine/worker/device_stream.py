@@ -19,9 +19,9 @@ from moe_engine.parallel.overlap import Lane, ThreadLane
 
 
 class HostCopy:
-    """Tensors on their way to the host. `wait` returns them there."""
+    """Tensors on their way to the host. `wait` returns them there; arrays are there already."""
 
-    def __init__(self, tensors: Sequence[Tensor], event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor] | Sequence[np.ndarray], event: torch.cuda.Event | None = None) -> None:
         self._tensors = tensors
         self._event = event
 
@@ -29,7 +29,7 @@ class HostCopy:
     def ready(self) -> bool:
         return self._event is None or self._event.query()
 
-    def wait(self) -> Sequence[Tensor]:
+    def wait(self) -> Sequence[Any]:
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

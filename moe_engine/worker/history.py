@@ -42,7 +42,7 @@ class History:
 
     def read_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Computed tokens of rows [D], on the host: where a decode begins. Waits for an accelerator."""
-        return self._stream.read(self.lengths)[rows]
+        return self._lengths.read(rows)
 
     def at(self, flat: Tensor) -> Tensor:
         """tokens.flat[flat[t]], flat [T] int64 -> [T] int64."""

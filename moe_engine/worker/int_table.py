@@ -16,6 +16,7 @@ class IntTable:
 
     def __init__(self, values: Tensor, stream: DeviceStream) -> None:
         self._flat = values.view(-1)
+        self._stream = stream
         self._host = stream.host_view(self._flat)
 
     def take(self, index: Tensor) -> Tensor:
@@ -30,3 +31,15 @@ class IntTable:
             self._host[np.asarray(index)] = np.asarray(values)
         else:
             self._flat.index_copy_(0, index.flatten(), values.flatten().to(self._flat.dtype))
+
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """values.flat[index] on the host, in the table's type; an accelerator is waited for."""
+        host = self._stream.read(self._flat) if self._host is None else self._host
+        return host[index]
+
+    def put_from_host(self, index: np.ndarray, values: np.ndarray) -> None:
+        """values.flat[index] = values, arrays of one shape."""
+        if self._host is not None:
+            self._host[index] = values
+        else:
+            self.put(*(self._stream.upload(torch.from_numpy(array)) for array in (index, values)))

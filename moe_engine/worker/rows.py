@@ -83,7 +83,7 @@ class Rows:
         spans = ((write.row * self.width + write.start, len(write.slots)) for write in writes)
         flat = np.array([at for first, count in spans for at in range(first, first + count)])
         slots = np.array([slot for write in writes for slot in write.slots], dtype=np.int32)
-        self.write_slots(self._stream.upload(torch.from_numpy(flat)), self._stream.upload(torch.from_numpy(slots)))
+        self._slots.put_from_host(flat, slots)
 
     def slots_at(self, flat: Tensor) -> Tensor:
         """slot_table.flat[flat[t]], flat [T] int64 -> [T] int64."""

@@ -252,6 +252,12 @@ class ModelRunner:
         step.reserve(speculation)
         if not plan.rows:
             return PendingSpeculation.empty(plan.number, [(i, whole.rows[i]) for i in left_out])
+        watched = getattr(self.model, "is_watching", False)
+        judged = step.run_whole(plan, speculation) if sizes is None and not watched else None
+        if judged is not None:
+            draft_seconds, model_seconds, follow_seconds = judged.seconds.tolist()
+            took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
+            return PendingSpeculation.judged(plan, judged, took, [(i, whole.rows[i]) for i in left_out])
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         drafted = time.perf_counter()
         shape, prompts = self._recorded_shape(plan), []

@@ -77,9 +77,12 @@ class Sampler:
         """The rows' random numbers of a stream (`sampling_state.uniforms`), [S] float32 on the device."""
         count = len(sampled.rows)
         staging = self._stream.staging((count + 1) // 2)
-        numbers = uniforms(self._state.mixed_seed[sampled.rows], sampled.lengths, salt)
-        staging.view(torch.float32)[:count].numpy()[:] = numbers
+        staging.view(torch.float32)[:count].numpy()[:] = self.numbers(sampled.rows, sampled.lengths, salt)
         return self._stream.upload(staging).view(torch.float32)[:count]
+
+    def numbers(self, rows: np.ndarray, positions: np.ndarray, salt: int = 0) -> np.ndarray:
+        """The numbers that rows [S] draw with at positions [..., S], float32, on the host."""
+        return uniforms(self._state.mixed_seed[rows], positions, salt)
 
     def parameters(self, rows: np.ndarray) -> SamplingParameters | None:
         """How rows are drawn; None where all are greedy."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_engine.worker.speculation.acceptance import accept, force
+from moe_engine.worker.speculation.acceptance import accept, accept_chains, force
 
 VOCAB = 4  # so small that drafts are often right
 BROKEN = -1
@@ -94,6 +94,25 @@ def test_accept_is_the_walk(
     for d in range(num_requests):
         found = accepted.tokens[d].tolist(), int(accepted.counts[d]), accepted.path[d].tolist()
         check_walk(sampled[d].tolist(), drafts[d].tolist(), parents[d].tolist(), forced[d].tolist(), depth, found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_requests=st.integers(0, 9), depth=st.integers(0, 6), broken=st.booleans())
+def test_chains_as_arrays_and_as_tensors_are_the_walk(seed: int, num_requests: int, depth: int, broken: bool) -> None:
+    """Of nodes that repeat the last of a shorter chain, too: their draft is -1."""
+    rng = np.random.default_rng(seed)
+    shape = (num_requests, depth + 1)
+    sampled, drafts = rng.integers(-1 if broken else 0, 2, shape), rng.integers(0, 2, shape)
+    lengths = rng.integers(1, depth + 2, num_requests)
+    drafts[np.arange(depth + 1) >= lengths[:, None]] = -1
+    found = [accept_chains(sampled, drafts, depth)]
+    found.append(accept_chains(torch.from_numpy(sampled), torch.from_numpy(drafts), depth))
+    for accepted in found:
+        for d in range(num_requests):
+            one = accepted.tokens[d].tolist(), int(accepted.counts[d]), accepted.path[d].tolist()
+            parents, forced = list(range(-1, depth)), [False] * (depth + 1)
+            check_walk(sampled[d].tolist(), drafts[d].tolist(), parents, forced, depth, one)
+            assert one[1] <= lengths[d]
 
 
 def test_a_chain_is_a_tree_without_branches() -> None:

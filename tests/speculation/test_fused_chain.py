@@ -1,8 +1,11 @@
-"""A chain drafted in one call of a kernel is the chain of the separate calls, draft for draft."""
+"""A chain drafted in one call of a kernel, and a whole step in one call, are those of the separate calls: draft for
+draft, token for token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,39 +30,91 @@ def _script(num_requests: int, temperature: float) -> list[Scripted]:
     ]
 
 
-@pytest.mark.parametrize(("checkpoint", "dtype"), [("demo", "bfloat16"), ("demo", "float32"), ("two", "float32")])
-def test_the_same_drafts(checkpoint: str, dtype: str, tmp_path: Path) -> None:
-    path = CHECKPOINT_DIR
-    if checkpoint == "two":  # MTP layers that take turns
-        path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=5, num_mtp_layers=2)
-    engine = InProcessEngine(
-        path,
-        tmp_path / "board",
-        dtype=dtype,
-        cpu_threads=1,
-        max_total_tokens=2048,
-        max_running_requests=8,
-        speculative_algorithm="NEXTN",
-        speculative_num_steps=4,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=5,
-    )
+class Ways:
+    """An engine whose steps are run as one call (`whole`), with chains as one (`chain`), or part by part (`parts`)."""
+
+    def __init__(self, path: Path, folder: Path, dtype: str, **flags: Any) -> None:
+        settings = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
+        self.engine = InProcessEngine(
+            path,
+            folder / "board",
+            dtype=dtype,
+            cpu_threads=1,
+            max_total_tokens=2048,
+            max_running_requests=8,
+            speculative_algorithm="NEXTN",
+            **settings | flags,
+        )
+        self._step = self.engine.worker.runner.speculation
+        self._layers = self._step.drafter.layers
+        self._whole, self._fused = self._step._whole, self._layers._fused
+        self.num_whole = 0
+        if self._whole is not None:
+            run = self._whole.run
+            self._whole.run = lambda *args: self._count() or run(*args)
+
+    def _count(self) -> None:
+        self.num_whole += 1
+
+    def run(self, way: str, script: list[Scripted]) -> tuple[list[Any], list[int], list[int]]:
+        """Tokens and log-probabilities of each answer, and how many drafts were proposed and accepted by position."""
+        self._step._whole = self._whole if way == "whole" else None
+        self._layers._fused = None if way == "parts" else self._fused
+        answers = self.engine.run(script).values()
+        stats = self.engine.scheduler.stats().speculation
+        return [(answer.token_ids, answer.logprobs) for answer in answers], stats.proposed, stats.accepted
+
+
+@pytest.fixture
+def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ways]:
+    ways = Ways(CHECKPOINT_DIR, tmp_path, request.param)
     try:
-        layers = engine.worker.runner.speculation.drafter.layers
-        if not layers.fuses_drafts:
+        if not ways._layers.fuses_drafts:
             pytest.skip("no kernel here drafts whole chains (no C++ compiler)")
-        fused = layers._fused
-        for temperature in (0.0, 0.8):
-            script = _script(5, temperature)
-            found = []
-            for chain in (fused, None):
-                layers._fused = chain
-                answers = engine.run(script)
-                stats = engine.scheduler.stats().speculation
-                found.append(([a.token_ids for a in answers.values()], stats.proposed, stats.accepted))
-            assert found[0] == found[1]
-            plain = [answer.token_ids for answer in engine.run(script, speculation=None).values()]
-            assert dtype == "bfloat16" or found[0][0] == plain, "drafts changed an answer"
-            assert checkpoint == "two" or found[0][2][0] > 0, "no draft was ever right: the comparison says little"
+        yield ways
     finally:
-        engine.close()
+        ways.engine.close()
+
+
+@pytest.mark.parametrize("demo", ["bfloat16", "float32"], indirect=True)
+def test_the_same_drafts(demo: Ways) -> None:
+    for temperature in (0.0, 0.8):
+        script = _script(5, temperature)
+        before = demo.num_whole
+        whole, chain, parts = (demo.run(way, script) for way in ("whole", "chain", "parts"))
+        assert whole == chain == parts
+        assert demo.num_whole > before, "no step was run whole"
+        assert whole[2][0] > 0, "no draft was ever right: the comparison says little"
+        plain = [answer.token_ids for answer in demo.engine.run(script, speculation=None).values()]
+        exact = demo.engine.config.dtype == "float32"
+        assert not exact or [tokens for tokens, _ in whole[0]] == plain, "drafts changed an answer"
+
+
+@pytest.mark.parametrize("demo", ["float32"], indirect=True)
+def test_steps_that_ask_for_more_are_run_in_parts(demo: Ways) -> None:
+    """Log-probabilities, penalties, an end token that a draft may hold: what one call cannot do it is not asked for."""
+    asked = _script(6, 0.7)
+    asked[0].logprob = True
+    asked[1].sampling |= {"frequency_penalty": 0.5}
+    free = [token for tokens, _ in demo.run("parts", _script(6, 0.7))[0] for token in tokens[3:5]]
+    asked[2].sampling |= {"ignore_eos": False, "stop_token_ids": free}
+    asked[3].sampling |= {"ignore_eos": False, "min_new_tokens": 6, "stop_token_ids": free}
+    whole, parts = (demo.run(way, asked) for way in ("whole", "parts"))
+    assert whole == parts
+    assert demo.num_whole
+    assert len(whole[0][2][0]) < 24, "the end token never came"
+
+
+def test_layers_that_take_turns(tmp_path: Path) -> None:
+    """Two MTP layers: their chain is one call, the step is not."""
+    path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=5, num_mtp_layers=2)
+    ways = Ways(path, tmp_path, "float32")
+    try:
+        if not ways._layers.fuses_drafts:
+            pytest.skip("no kernel here drafts whole chains (no C++ compiler)")
+        for temperature in (0.0, 0.8):
+            whole, chain, parts = (ways.run(way, _script(5, temperature)) for way in ("whole", "chain", "parts"))
+            assert whole == chain == parts
+        assert not ways.num_whole
+    finally:
+        ways.engine.close()

@@ -76,6 +76,7 @@ enum Purpose {
   SHARED_ROWS, SHARED_HIDDEN, SHARED_OUT, SHARED_STATS, SHARED_INDEX, SHARED_UNITS,  // a caller's, read by its team
   LAYER,  // of a call that makes other calls
   CHAIN,  // of a call that calls layers
+  STEP,  // of a call that calls chains
   PURPOSES
 };
 

@@ -2,31 +2,7 @@
 // four times a layer. The same functions in the same order as the separate calls, so the same bits.
 //
 // Legend: T tokens, D hidden, L layers, K experts a token.
-#include "layers.h"
-
-namespace moe {
-
-// hidden -> attention -> + residual, post_norm -> experts or a dense MLP -> + residual, next_norm.
-struct DecoderLayer {
-  const MLALayer* attention;
-  const float *post_norm, *next_norm;
-  const MoELayer* experts;  // null: dense
-  Weight up, down;
-  void* cache;
-  int64_t cache_row;
-  int32_t form;
-  float eps;
-};
-
-struct Decoder {
-  const void* embedding;  // [V, D]
-  const float* first_norm;
-  float eps;
-  int64_t hidden, num_layers;
-  const DecoderLayer* layers;
-};
-
-}  // namespace moe
+#include "decoder.h"
 
 using namespace moe;
 

@@ -2,28 +2,10 @@
 // The same functions in the same order as the separate calls, so the same drafts.
 //
 // Legend: R rows, D hidden, V vocabulary.
-#include "attention.h"
-#include "layers.h"
+#include "drafts.h"
 #include "vec.h"
 
 namespace moe {
-
-// z = project([embedding_norm(embedding) | hidden_norm(hidden)]), then a decoder layer on z.
-struct DraftLevel {
-  const float *embedding_norm, *hidden_norm, *input_norm, *post_norm, *final_norm;
-  Weight project;
-  const MLALayer* attention;
-  const MoELayer* experts;
-  void* cache;
-  int64_t cache_row, form;
-  float eps;
-};
-
-// What is drawn for the R rows; temperature null: all greedy. `uniform` is [steps, R].
-struct Draws {
-  const float *temperature, *top_p, *min_p, *uniform;
-  const int64_t* top_k;
-};
 
 // What a layer starts from, for rows of (token, state): `residual` [R, D] and its norm.
 template <class T>

@@ -23,6 +23,7 @@ from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
+from moe_engine.worker.speculation.whole_step import WholeStep
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,12 @@ def add_speculation(runner: ModelRunner, config: SpeculationConfig, options: Dra
         drafter, num_bytes = _standalone(runner, config, options)
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match)
-    runner.speculation = SpeculativeStep(config, drafter, rows, runner.builder, runner.sampler, pool, target, stream)
+    whole = None
+    if isinstance(drafter, MTPDrafter) and config.topk == 1 and not config.has_thresholds:
+        whole = WholeStep(drafter, rows, runner.sampler, pool.layers)
+    runner.speculation = SpeculativeStep(
+        config, drafter, rows, runner.builder, runner.sampler, pool, target, stream, whole
+    )
     return num_bytes
 
 

@@ -53,7 +53,8 @@ class MTPDrafter:
         self._stream = stream
         self._behind = layers.num_layers - 1
         self._hidden_size = hidden
-        self._state: Tensor | None = None  # [max_rows, E]: the target's state at each row's last position
+        self.states: Tensor | None = None
+        """[max_rows, E]: the target's state at each row's last position; None until a step was followed."""
         self._host_state: np.ndarray | None = None
         self._last: Tensor | None = None  # [max_rows, M - 1, E]: the target's states at the positions before it
         self._entered = np.zeros(rows.max_rows, dtype=np.int64)  # computed tokens when the row began
@@ -64,12 +65,12 @@ class MTPDrafter:
     # -- drafting
 
     def propose(self, task: DraftTask) -> Drafts:
-        assert self._state is not None, "a row is drafted for that was never followed"
+        assert self.states is not None, "a row is drafted for that was never followed"
         chain = task.topk == 1
         places = self._places(task.lengths, task.depth if chain else 1)
         if chain and self.layers.fuses_drafts and len(task.rows) <= MAX_FUSED_ROWS:
-            return self._propose_at_once(task, self._state, places)
-        state = self._state.index_select(0, task.rows_device)  # [D, E]
+            return self._propose_at_once(task, self.states, places)
+        state = self.states.index_select(0, task.rows_device)  # [D, E]
         tokens = [task.roots]
         for step, batch in enumerate(self._batches.chain(task.rows, task.rows_device, places)):
             sizes = task.sizes[step] if task.sizes else None
@@ -130,15 +131,15 @@ class MTPDrafter:
     def _keep(self, rows: np.ndarray, computed: Computed) -> None:
         """The states at the rows' last tokens."""
         hidden = computed.hidden
-        if self._state is None:
-            self._state = hidden.new_zeros(self._rows.max_rows, self._hidden_size)
-            self._host_state = self._stream.host_view(self._state)
+        if self.states is None:
+            self.states = hidden.new_zeros(self._rows.max_rows, self._hidden_size)
+            self._host_state = self._stream.host_view(self.states)
         host = self._stream.host_view(hidden)
         if self._host_state is not None and host is not None:
             self._host_state[rows] = host[computed.offsets + self._stream.read(computed.kept) - 1]
         else:
             last = self._upload(computed.offsets - 1) + computed.kept
-            self._state.index_copy_(0, self._upload(rows), hidden.index_select(0, last))
+            self.states.index_copy_(0, self._upload(rows), hidden.index_select(0, last))
 
     def _with_last(self, computed: Computed, again: np.ndarray) -> Tensor:
         """The step's states, before those of run i the `again[i]` last ones of earlier steps, in order of the rows."""

@@ -9,16 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.types import LogprobSpec, StepResult, TokenLogprob
+from moe_engine.kernels.attention.drafting import JudgedChains
+from moe_engine.types import LogprobSpec, StepPlan, StepResult, TokenLogprob
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, token_logprobs
 
 if TYPE_CHECKING:
     from moe_engine.worker.speculation.acceptance import Accepted
     from moe_engine.worker.speculation.step import Verification
+
+_NOTHING = np.zeros(0, dtype=np.int64)
 
 
 class StepSeconds(NamedTuple):
@@ -52,6 +56,14 @@ class PendingSpeculation:
         """Of a step all of whose requests had ended."""
         nothing = torch.zeros(0, dtype=torch.int64)
         return cls(number, [], HostCopy([nothing.view(0, 0), nothing, nothing]), StepSeconds(), left_out=left_out)
+
+    @classmethod
+    def judged(
+        cls, plan: StepPlan, judged: JudgedChains, seconds: StepSeconds, left_out: list[tuple[int, int]]
+    ) -> PendingSpeculation:
+        """Of a step of decodes alone that was run whole; to be taken before the next one runs."""
+        copy = HostCopy([judged.tokens, judged.counts, _NOTHING])
+        return cls(plan.number, plan.rows, copy, seconds if not left_out else StepSeconds(), left_out=left_out)
 
     @property
     def ready(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.drafting import JudgedChains
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import Speculation, SpeculationConfig, StepPlan
@@ -26,6 +27,7 @@ from moe_engine.worker.speculation.acceptance import Accepted, accept, accept_ch
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.speculation.whole_step import WholeStep
 from moe_engine.worker.step_batch import StepBatch, TokenRuns
 
 _FORCE_SALT = 1
@@ -86,6 +88,7 @@ class SpeculativeStep:
 
     Args:
         batches: makes batches over the target's cache, for runs that are not the step's own.
+        whole: runs steps of chains alone in one call.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class SpeculativeStep:
         kv_pool: KVPool,
         batches: DraftBatches,
         stream: DeviceStream,
+        whole: WholeStep | None = None,
     ) -> None:
         assert rows.history is not None
         self.config = config
@@ -109,8 +113,10 @@ class SpeculativeStep:
         self._kv_pool = kv_pool
         self._batches = batches
         self._stream = stream
-        self._thresholds = config.accept_threshold_single < 1 or config.accept_threshold_acc < 1
+        self._thresholds = config.has_thresholds
+        self._whole = whole
         self._same: Decodes | None = None
+        self._none = self._make_decodes([], [], np.zeros(0, dtype=np.int64))
 
     def enter(self, plan: StepPlan) -> None:
         """Rows that begin in this step, whether it is speculative or not."""
@@ -143,6 +149,16 @@ class SpeculativeStep:
         )
         return rest, left_out
 
+    def run_whole(self, plan: StepPlan, speculation: Speculation) -> JudgedChains | None:
+        """Runs a step of one rank alone from drafting to following, in one call; None where that cannot be done, and
+        nothing was. The result holds until the next step."""
+        if self._whole is None or not speculation.follow or len(plan.rows) != plan.num_decodes:
+            return None
+        decodes = self._decodes(plan)
+        if not decodes.is_even or not self._whole.takes(decodes.plan_rows, decodes.rows, sum(plan.counts)):
+            return None
+        return self._whole.run(decodes.rows, decodes.most - 1)
+
     def draft_with_others(self, sizes: Sequence[StepSizes]) -> None:
         """Takes part in forwards that draft for other attention groups."""
         if sizes:
@@ -170,15 +186,24 @@ class SpeculativeStep:
 
     def _decodes(self, plan: StepPlan) -> Decodes:
         num, same = plan.num_decodes, self._same
+        if not num:
+            return self._none  # prompts between two steps of the same decodes
         plan_rows, plan_counts = plan.rows[:num], plan.counts[:num]
-        if same is not None and same.plan_rows == plan_rows and same.plan_counts == plan_counts:
-            return same
-        rows, counts = np.array(plan_rows, dtype=np.int64), np.array(plan_counts, dtype=np.int64)
+        rows = None
         if same is not None and same.plan_rows == plan_rows:
+            if same.plan_counts == plan_counts:
+                return same
             rows = same.rows  # others know the rows by the object
-        most = int(counts.max()) if num else 1
+        if rows is None:
+            rows = np.array(plan_rows, dtype=np.int64)
+        self._same = self._make_decodes(plan_rows, plan_counts, rows)
+        return self._same
+
+    def _make_decodes(self, plan_rows: list[int], plan_counts: list[int], rows: np.ndarray) -> Decodes:
+        counts = np.array(plan_counts, dtype=np.int64)
+        most = int(counts.max(initial=1))
         first = np.cumsum(counts) - counts
-        self._same = same = Decodes(
+        return Decodes(
             plan_rows=plan_rows,
             plan_counts=plan_counts,
             rows=rows,
@@ -189,7 +214,6 @@ class SpeculativeStep:
             with_drafts=np.flatnonzero(counts > 1),
             nodes=self._upload(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)),
         )
-        return same
 
     def build(self, plan: StepPlan, verification: Verification) -> StepBatch:
         """The batch of drafts and prompts."""

@@ -1,0 +1,94 @@
+"""Whole steps of chains of drafts as the library takes them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from moe_engine.kernels.attention.drafting import JudgedChains, RowTables, StepDraws
+from moe_engine.kernels.cpu.decoder import DecoderPointer
+from moe_engine.kernels.cpu.drafts import DraftsPointer, draws_struct
+from moe_engine.kernels.cpu.layers import L, P
+from moe_engine.kernels.cpu.library import Library
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, P) for name in ("level", "decoder", "head", "slots", "tokens")),
+        ("width", L),
+        *((name, P) for name in ("lengths", "last_tokens", "states")),
+    ]
+
+
+class _Judged(ctypes.Structure):
+    _fields_ = [(name, P) for name in ("starts", "tokens", "counts", "seconds")]
+
+
+@dataclass(slots=True)
+class _Room:
+    """Where the results for some rows go. Kept for the steps that follow: these are mostly about the same rows."""
+
+    rows: np.ndarray
+    depth: int
+    judged: JudgedChains
+    rows_address: int
+    struct: _Judged
+
+    @staticmethod
+    def of(rows: np.ndarray, depth: int) -> _Room:
+        count = len(rows)
+        starts, counts = np.empty((2, count), dtype=np.int64)
+        judged = JudgedChains(starts, np.empty((count, depth + 1), dtype=np.int64), counts, np.empty(3))
+        struct = _Judged(*(array.ctypes.data for array in judged))
+        return _Room(rows, depth, judged, rows.ctypes.data, struct)
+
+
+@dataclass(slots=True)
+class DraftStepPointer:
+    """A C struct and what it points to."""
+
+    kind: int
+    struct: _Step
+    keep: tuple[Any, ...]
+    room: _Room | None = None
+
+
+def fuse(
+    drafts: DraftsPointer, decoder: DecoderPointer, tables: RowTables, caches: Sequence[Tensor]
+) -> DraftStepPointer | None:
+    """As `FusedDraftStep.fuse_step`."""
+    num_layers = len(decoder.layers)
+    if len(drafts.levels) != 1 or drafts.kind != decoder.kind or any(not t.is_contiguous() for t in tables):
+        return None
+    decoder.take(caches)
+    drafts.take(caches[num_layers:], tables.states.dtype)
+    struct = _Step(
+        ctypes.addressof(drafts.levels[0]), decoder.address, ctypes.addressof(drafts.head),
+        tables.slots.data_ptr(), tables.tokens.data_ptr(), tables.slots.shape[1],
+        *(t.data_ptr() for t in (tables.lengths, tables.last_tokens, tables.states)),
+    )  # fmt: skip
+    return DraftStepPointer(drafts.kind, struct, (drafts, decoder, tables, tuple(caches)))
+
+
+def run(
+    library: Library, step: DraftStepPointer, rows: np.ndarray, depth: int, draws: StepDraws | None
+) -> JudgedChains:
+    """As `FusedDraftStep.run_step`."""
+    room = step.room
+    if room is None or room.rows is not rows or room.depth != depth:
+        room = step.room = _Room.of(rows, depth)
+    draft_draws = draws_struct(None if draws is None else draws.of_rows)
+    token_draws = draws_struct(None if draws is None else draws.of_tokens)
+    too_short = library.moe_draft_step(
+        step.kind, ctypes.addressof(step.struct), room.rows_address, len(rows), depth, ctypes.addressof(draft_draws),
+        ctypes.addressof(token_draws), None if draws is None else draws.uniform.ctypes.data,
+        ctypes.addressof(room.struct),
+    )  # fmt: skip
+    if too_short >= 0:
+        raise ValueError(f"row {too_short} grows by {depth + 1} tokens beyond its table")
+    return room.judged

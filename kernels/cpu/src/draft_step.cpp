@@ -1,0 +1,187 @@
+// A whole step of chains of drafts in one call: draft, verify, accept, remember. What the calls of the parts leave, bit
+// for bit; between them only integers move. From outside a call of its own for each part costs more than the integers
+// do, and each of them waits for the interpreter.
+//
+// Legend: R requests, S drafts of each, N = S + 1 tokens of each that are verified, T = R * N, D hidden, V vocabulary.
+#include <chrono>
+#include <vector>
+
+#include "decoder.h"
+#include "drafts.h"
+#include "vec.h"
+
+namespace moe {
+
+struct DraftStep {
+  const DraftLevel* level;
+  const Decoder* decoder;
+  const Weight* head;
+  const int32_t* slots;  // [rows, width]
+  int32_t* history;      // [rows, width]: the tokens of each row, the last of them at position lengths[row]
+  int64_t width;
+  int64_t *lengths, *last_tokens;  // [rows]
+  void* states;                    // [rows, D]: the target's state that each last token was drawn from
+};
+
+// What comes out, for R requests: where their new tokens begin, the tokens [R, N] (the last one repeated), how many of
+// them there are; and the seconds of drafting, of the model, and of remembering.
+struct Judged {
+  int64_t *starts, *tokens, *counts;
+  double* seconds;
+};
+
+// Some tokens of each of some rows, one row behind the other, as the kernels are told.
+struct Runs {
+  int64_t *positions, *slots;
+  int32_t *rows, *starts, *contexts;
+
+  Runs(Arrays& arrays, int64_t requests, int64_t tokens) {
+    positions = static_cast<int64_t*>(arrays.take(tokens * 8));
+    slots = static_cast<int64_t*>(arrays.take(tokens * 8));
+    rows = static_cast<int32_t*>(arrays.take(requests * 4));
+    starts = static_cast<int32_t*>(arrays.take((requests + 1) * 4));
+    contexts = static_cast<int32_t*>(arrays.take(tokens * 4));
+  }
+  static int64_t bytes(int64_t requests, int64_t tokens) { return 20 * tokens + 8 * requests + 4 + 5 * 64; }
+
+  void place(const DraftStep& s, int64_t at, int64_t row, int64_t position) {
+    positions[at] = position;
+    slots[at] = s.slots[row * s.width + position];
+  }
+  Queries queries(const DraftStep& s, int64_t requests) const {
+    return {requests, rows, starts, contexts, s.slots, s.width, nullptr};
+  }
+};
+
+template <class T>
+class DraftStepRun {
+ public:
+  DraftStepRun(int kind, const DraftStep& step, const int64_t* rows, int64_t requests, int64_t depth)
+      : kind_(kind), s_(step), rows_(rows), requests_(requests), depth_(depth), each_(depth + 1),
+        tokens_(requests * each_), hidden_(step.decoder->hidden), vocab_(step.head->out),
+        arrays_(bytes(), STEP), chain_(arrays_, requests, std::max<int64_t>(requests * depth, 1)),
+        verified_(arrays_, requests, tokens_) {
+    roots_ = ints(requests), drafts_ = ints(tokens_), drawn_ = ints(tokens_), next_ = ints(tokens_);
+    uniform_ = static_cast<float*>(arrays_.take(tokens_ * 4));
+    states_ = static_cast<T*>(arrays_.take(tokens_ * hidden_ * int64_t(sizeof(T))));
+    out_ = static_cast<T*>(arrays_.take(tokens_ * vocab_ * int64_t(sizeof(T))));
+    logits_ = static_cast<float*>(arrays_.take(tokens_ * vocab_ * 4));
+  }
+
+  // `uniform` [N, R] are the numbers of the draws, where there are draws: the same for a draft and for its judge.
+  void run(const Draws& draft_draws, const Draws& draws, const float* uniform, const Judged& judged) {
+    const double began = now();
+    draft(draft_draws, uniform);
+    const double drafted = now();
+    verify(draws, uniform);
+    const double verified = now();
+    accept(judged);
+    const double accepted = now();
+    remember(judged);
+    judged.seconds[0] = drafted - began, judged.seconds[1] = verified - drafted, judged.seconds[2] = now() - accepted;
+  }
+
+ private:
+  int64_t bytes() const {
+    return Runs::bytes(requests_, requests_ * depth_ + 1) + Runs::bytes(requests_, tokens_) + 8 * requests_ +
+           tokens_ * (3 * 8 + 4 + int64_t(sizeof(T)) * (hidden_ + vocab_) + 4 * vocab_) + 8 * 64;
+  }
+  int64_t* ints(int64_t count) { return static_cast<int64_t*>(arrays_.take(count * 8)); }
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+  void draft(const Draws& draws, const float* uniform) {
+    chain_.starts[0] = 0;
+    for (int64_t r = 0; r < requests_; r++) {
+      const int64_t row = rows_[r];
+      roots_[r] = s_.last_tokens[row];
+      chain_.rows[r] = int32_t(row), chain_.starts[r + 1] = int32_t(r + 1);
+      for (int64_t i = 0; i < depth_; i++) {  // the first one goes on from the state before the root
+        chain_.place(s_, i * requests_ + r, row, s_.lengths[row] - 1 + i);
+        chain_.contexts[i * requests_ + r] = int32_t(s_.lengths[row] + i);
+      }
+    }
+    Draws numbered = draws;
+    numbered.uniform = uniform;
+    const Queries queries = chain_.queries(s_, requests_);
+    const std::vector<const DraftLevel*> levels(size_t(depth_), s_.level);
+    moe_draft_chain(kind_, levels.data(), depth_, requests_, hidden_, s_.decoder->embedding, s_.head, chain_.positions,
+                    chain_.slots, &queries, chain_.contexts, s_.states, rows_, roots_, &numbered, drafts_);
+  }
+
+  void verify(const Draws& draws, const float* uniform) {
+    verified_.starts[0] = 0;
+    for (int64_t r = 0; r < requests_; r++) {
+      const int64_t row = rows_[r];
+      verified_.rows[r] = int32_t(row), verified_.starts[r + 1] = int32_t((r + 1) * each_);
+      verified_.contexts[r] = int32_t(s_.lengths[row] + each_);
+      for (int64_t i = 0; i < each_; i++) verified_.place(s_, r * each_ + i, row, s_.lengths[row] + i);
+    }
+    const Queries queries = verified_.queries(s_, requests_);
+    moe_decoder(kind_, s_.decoder, drafts_, tokens_, verified_.positions, verified_.slots, &queries, nullptr, states_);
+    const Weight& head = *s_.head;
+    moe_linear(kind_, states_, hidden_, tokens_, hidden_, head.panels, vocab_, head.bias, nullptr, 0, out_, vocab_);
+    for (int64_t i = 0; i < tokens_ * vocab_; i++) logits_[i] = to_float(out_[i]);
+    if (draws.temperature == nullptr) return moe_greedy(logits_, vocab_, tokens_, vocab_, drawn_);
+    for (int64_t t = 0; t < tokens_; t++) uniform_[t] = uniform[t % each_ * requests_ + t / each_];
+    moe_sample(logits_, vocab_, tokens_, vocab_, draws.temperature, draws.top_k, draws.top_p, draws.min_p, uniform_,
+               drawn_);
+  }
+
+  // From the root on, a draft that equals the token drawn at the one before it stands.
+  void accept(const Judged& judged) {
+    for (int64_t r = 0; r < requests_; r++) {
+      const int64_t row = rows_[r], start = s_.lengths[row];
+      const int64_t *drafts = drafts_ + r * each_, *drawn = drawn_ + r * each_;
+      int64_t* tokens = judged.tokens + r * each_;
+      int64_t good = 0;
+      while (good < depth_ && drawn[good] >= 0 && drafts[good + 1] == drawn[good]) good++;
+      for (int64_t i = 0; i < each_; i++) {
+        tokens[i] = drawn[std::min(i, good)];
+        next_[r * each_ + i] = std::max<int64_t>(tokens[i], 0);  // 0 where logits were broken
+        s_.history[row * s_.width + start + 1 + i] = int32_t(next_[r * each_ + i]);
+      }
+      judged.starts[r] = start, judged.counts[r] = good + 1;
+      s_.lengths[row] = start + good + 1;
+      s_.last_tokens[row] = next_[r * each_ + depth_];
+    }
+  }
+
+  void remember(const Judged& judged) {
+    const size_t size = size_t(hidden_) * sizeof(T);
+    for (int64_t r = 0; r < requests_; r++)
+      std::memcpy(static_cast<T*>(s_.states) + rows_[r] * hidden_,
+                  states_ + (r * each_ + judged.counts[r] - 1) * hidden_, size);
+    const DraftLevel& l = *s_.level;
+    moe_draft_remember(kind_, &l, tokens_, hidden_, s_.decoder->embedding, next_, states_, verified_.positions,
+                       verified_.slots, int(l.form), l.cache, l.cache_row);
+  }
+
+  const int kind_;
+  const DraftStep& s_;
+  const int64_t* const rows_;
+  const int64_t requests_, depth_, each_, tokens_, hidden_, vocab_;
+  Arrays arrays_;
+  Runs chain_, verified_;
+  int64_t *roots_, *drafts_, *drawn_, *next_;
+  float *uniform_, *logits_;
+  T *states_, *out_;
+};
+
+}  // namespace moe
+
+using namespace moe;
+
+// rows [R] get `depth` drafts each, which are judged. Returns -1, or, nothing done, the first of the rows whose table is
+// too short. All arrays of `step` move on by what was accepted.
+API int64_t moe_draft_step(int is_bf16, const DraftStep* step, const int64_t* rows, int64_t requests, int64_t depth,
+                           const Draws* draft_draws, const Draws* draws, const float* uniform, const Judged* judged) {
+  for (int64_t r = 0; r < requests; r++)
+    if (step->lengths[rows[r]] + depth + 1 >= step->width) return rows[r];
+  if (is_bf16)
+    DraftStepRun<bf16>(is_bf16, *step, rows, requests, depth).run(*draft_draws, *draws, uniform, *judged);
+  else
+    DraftStepRun<float>(is_bf16, *step, rows, requests, depth).run(*draft_draws, *draws, uniform, *judged);
+  return -1;
+}
