@@ -42,7 +42,8 @@ class Group(Protocol):
     ) -> None:
         """Sends x_rows[r] rows of `x` to each rank r, in order, and puts out_rows[r] rows from each into `out`.
 
-        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares.
+        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares. On CPUs a rank may send fewer
+        rows than the other has room for (gloo): they fill the beginning of it, and nobody is told how many they are.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -144,10 +145,12 @@ class DistributedGroup:
     def all_to_all(
         self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
     ) -> None:
-        shares = list(x_rows) if x_rows is not None else [len(x) // self.size] * self.size
-        row_bytes = x[0].nbytes if len(x) else 0
-        self._tell("all_to_all", [rows * row_bytes for rows in shares])
-        self._run("all_to_all", dist.all_to_all_single, _bytes(out), _bytes(x), _list(out_rows), _list(x_rows))
+        if self._observe is not None:
+            shares = x_rows if x_rows is not None else [len(x) // self.size] * self.size
+            row_bytes = x.nbytes // max(len(x), 1)
+            self._observe("all_to_all", [rows * row_bytes for rows in shares])
+        call = _gloo_all_to_all if self.device.type == "cpu" else dist.all_to_all_single
+        self._run("all_to_all", call, _bytes(out), _bytes(x), _list(out_rows), _list(x_rows))
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
@@ -232,6 +235,14 @@ def wait_unless(given_up: threading.Event, work: Any, timeout_s: float) -> None:
 # torch 2.13 renames the two: take the name that is there
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _gloo_all_to_all(
+    out: Tensor, x: Tensor, out_rows: list[int] | None, x_rows: list[int] | None, group: Any, async_op: bool = False
+) -> Any:
+    """As dist.all_to_all_single, whose checks take as long as a small message."""
+    work = group.alltoall_base(out, x, out_rows or [], x_rows or [], dist.AllToAllOptions())
+    return work if async_op else work.wait()
 
 
 def _bytes(x: Tensor) -> Tensor:
