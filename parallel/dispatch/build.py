@@ -73,7 +73,7 @@ def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, grou
 
     Args:
         shape: `max_tokens` is the most that a rank brings in any phase.
-        decode_tokens: the most in low latency: its buffers and messages have this size, used or not.
+        decode_tokens: the most in low latency: its buffers have this size, on a device also its messages, used or not.
     """
     decode_shape = replace(shape, max_tokens=decode_tokens)
     sizes: dict[Mode, DispatchShape] = {"normal": shape, "low_latency": decode_shape}
@@ -145,7 +145,7 @@ def _arrangement(groups: Groups, shape: DispatchShape, static: bool) -> tuple[La
     """How rows lie before the experts, and who looks at the choices first."""
     device = groups.experts.device
     if groups.host_arranges:
-        return HostLayout(shape.num_local, shape.hidden, shape.dtype), check_on_host
+        return HostLayout(shape.num_local, shape.hidden, shape.dtype), None if static else check_on_host
     if static:
         return PaddedLayout(shape.num_local, shape.num_ranks * shape.max_tokens, shape.dtype, device), None
     return GroupedLayout(shape.num_local, shape.dtype, device), check_choices

@@ -32,7 +32,7 @@ class ExchangedDispatcher:
     """`Dispatcher`: the exchange brings tokens, the layout arranges them.
 
     Args:
-        check: refuses wrong ids before they travel; it waits for the device, so low latency on a device has None.
+        check: refuses wrong ids before they travel; it waits for the device, so low latency has None.
     """
 
     def __init__(self, shape: DispatchShape, exchange: Exchange, layout: Layout, check: CheckChoices | None) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.parallel.dispatch.payload import RecordFormat, decode
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Tokens
 from moe_engine.parallel.dispatch.rows import halves
+
+FEW = 64
+"""Records whose views are kept: making them takes longer than filling them."""
 
 
 def ranks_of(ids: np.ndarray, num_local: int, num_ranks: int) -> np.ndarray:
@@ -56,14 +58,10 @@ def sum_bags(rows: Tensor, chosen: np.ndarray, sizes: np.ndarray, weights: Tenso
     if weights is not None and rows.dtype != torch.float32:
         # the weights must have the rows' dtype: each row is named twice, with the weight's high and low half
         chosen, offsets, weights = chosen.repeat(2), offsets * 2, halves(weights, rows.dtype).flatten()
-    return F.embedding_bag(
-        torch.from_numpy(chosen),
-        rows,
-        torch.from_numpy(offsets),
-        mode="sum",
-        include_last_offset=True,
-        per_sample_weights=weights,
-    )
+    # F.embedding_bag without its checks: scale_grad_by_freq, mode (0: sum), sparse, weights, include_last_offset
+    return torch.embedding_bag(
+        rows, torch.from_numpy(chosen), torch.from_numpy(offsets), False, 0, False, weights, True
+    )[0]
 
 
 class GrowingRows:
@@ -88,11 +86,18 @@ class GrowingRecords:
 
     def take(self, count: int) -> tuple[np.ndarray, Tokens]:
         """Uninitialised uint8 [count, bytes of a record], and views of its parts."""
+        known = self._known.get(count)
+        if known is not None:
+            return known
         if count > len(self._bytes):
             self._grow(max(count, 2 * len(self._bytes)))
-        return self._bytes[:count], self._parts.first(count)
+        found = self._bytes[:count], self._parts.first(count)
+        if count <= FEW:
+            self._known[count] = found
+        return found
 
     def _grow(self, count: int) -> None:
+        self._known: dict[int, tuple[np.ndarray, Tokens]] = {}
         records = torch.empty(count, self._form.num_bytes, dtype=torch.uint8)
         self._bytes, self._parts = records.numpy(), self._form.view(records)
 

@@ -118,7 +118,7 @@ class Dispatcher(Protocol):
             alive; the batch is valid until its handle is combined.
 
         Raises:
-            ValueError: ids out of range or named twice (normal mode and the host; a device in low latency never waits).
+            ValueError: ids out of range or named twice (normal mode; low latency never waits to look).
             PeerLost: another rank is gone.
         """
 
