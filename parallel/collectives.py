@@ -36,14 +36,16 @@ class Group(Protocol):
     device: torch.device
     alive: Tensor | None
     """bool [size] on the device: the ranks that take part, the others were lost; None: all."""
+    on_host: bool
+    """Whether the host moves the bytes (gloo): it waits for every operation, and tensors lie in its memory."""
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
     ) -> None:
         """Sends x_rows[r] rows of `x` to each rank r, in order, and puts out_rows[r] rows from each into `out`.
 
-        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares. On CPUs a rank may send fewer
-        rows than the other has room for (gloo): they fill the beginning of it, and nobody is told how many they are.
+        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares. Where `on_host`, a rank may
+        send fewer rows than the other has room for: they fill the beginning of it, and nobody is told how many.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -75,6 +77,7 @@ class SingleRank:
     rank = 0
     timeout_s = 0.0
     alive: Tensor | None = None
+    on_host = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -130,6 +133,7 @@ class DistributedGroup:
         self.rank: int = process_group.rank()
         self.timeout_s = timeout_s
         self.device = torch.device(device)
+        self.on_host = dist.get_backend(process_group) == "gloo"
         self._process_group = process_group
         self._observe = observe
         self._given_up = given_up
@@ -149,7 +153,7 @@ class DistributedGroup:
             shares = x_rows if x_rows is not None else [len(x) // self.size] * self.size
             row_bytes = x.nbytes // max(len(x), 1)
             self._observe("all_to_all", [rows * row_bytes for rows in shares])
-        call = _gloo_all_to_all if self.device.type == "cpu" else dist.all_to_all_single
+        call = _gloo_all_to_all if self.on_host else dist.all_to_all_single
         self._run("all_to_all", call, _bytes(out), _bytes(x), _list(out_rows), _list(x_rows))
 
     def all_gather(self, x: Tensor) -> Tensor:

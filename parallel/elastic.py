@@ -29,7 +29,7 @@ class SurvivorGroup:
 
     def __init__(self, inner: Group) -> None:
         self.size, self.rank = inner.size, inner.rank
-        self.timeout_s, self.device = inner.timeout_s, inner.device
+        self.timeout_s, self.device, self.on_host = inner.timeout_s, inner.device, inner.on_host
         self.alive: Tensor | None = None
         self._inner = inner
         self._places = list(range(inner.size))  # the ranks alive, in order

@@ -51,7 +51,7 @@ class Groups:
         deep_ep: the library; None imports it.
         peer_memory: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
         shuffles: NVSHMEM's operations; None: torch's.
-        on_host: whether the host arranges rows itself and may wait in every mode; None: where tensors lie on it.
+        on_host: whether the host arranges rows itself and may wait in every mode; None: as the group of `experts` says.
     """
 
     experts: Group
@@ -65,7 +65,7 @@ class Groups:
 
     @property
     def host_arranges(self) -> bool:
-        return self.experts.device.type == "cpu" if self.on_host is None else self.on_host
+        return self.experts.on_host if self.on_host is None else self.on_host
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:
