@@ -36,13 +36,16 @@ class Group(Protocol):
     device: torch.device
     alive: Tensor | None
     """bool [size] on the device: the ranks that take part, the others were lost; None: all."""
+    on_host: bool
+    """Whether the host moves the bytes (gloo): it waits for every operation, and tensors lie in its memory."""
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
     ) -> None:
         """Sends x_rows[r] rows of `x` to each rank r, in order, and puts out_rows[r] rows from each into `out`.
 
-        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares.
+        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares. Where `on_host`, a rank may
+        send fewer rows than the other has room for: they fill the beginning of it, and nobody is told how many.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -74,6 +77,7 @@ class SingleRank:
     rank = 0
     timeout_s = 0.0
     alive: Tensor | None = None
+    on_host = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -129,6 +133,7 @@ class DistributedGroup:
         self.rank: int = process_group.rank()
         self.timeout_s = timeout_s
         self.device = torch.device(device)
+        self.on_host = dist.get_backend(process_group) == "gloo"
         self._process_group = process_group
         self._observe = observe
         self._given_up = given_up
@@ -144,10 +149,12 @@ class DistributedGroup:
     def all_to_all(
         self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
     ) -> None:
-        shares = list(x_rows) if x_rows is not None else [len(x) // self.size] * self.size
-        row_bytes = x[0].nbytes if len(x) else 0
-        self._tell("all_to_all", [rows * row_bytes for rows in shares])
-        self._run("all_to_all", dist.all_to_all_single, _bytes(out), _bytes(x), _list(out_rows), _list(x_rows))
+        if self._observe is not None:
+            shares = x_rows if x_rows is not None else [len(x) // self.size] * self.size
+            row_bytes = x.nbytes // max(len(x), 1)
+            self._observe("all_to_all", [rows * row_bytes for rows in shares])
+        call = _gloo_all_to_all if self.on_host else dist.all_to_all_single
+        self._run("all_to_all", call, _bytes(out), _bytes(x), _list(out_rows), _list(x_rows))
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
@@ -232,6 +239,14 @@ def wait_unless(given_up: threading.Event, work: Any, timeout_s: float) -> None:
 # torch 2.13 renames the two: take the name that is there
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _gloo_all_to_all(
+    out: Tensor, x: Tensor, out_rows: list[int] | None, x_rows: list[int] | None, group: Any, async_op: bool = False
+) -> Any:
+    """As dist.all_to_all_single, whose checks take as long as a small message."""
+    work = group.alltoall_base(out, x, out_rows or [], x_rows or [], dist.AllToAllOptions())
+    return work if async_op else work.wait()
 
 
 def _bytes(x: Tensor) -> Tensor:

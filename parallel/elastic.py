@@ -29,15 +29,17 @@ class SurvivorGroup:
 
     def __init__(self, inner: Group) -> None:
         self.size, self.rank = inner.size, inner.rank
-        self.timeout_s, self.device = inner.timeout_s, inner.device
+        self.timeout_s, self.device, self.on_host = inner.timeout_s, inner.device, inner.on_host
         self.alive: Tensor | None = None
         self._inner = inner
         self._places = list(range(inner.size))  # the ranks alive, in order
+        self._lost: list[int] = []
 
     def enter(self, inner: Group, alive: Sequence[bool]) -> None:
         """From now on `inner` serves, whose ranks are those alive, in order."""
         self._inner = inner
         self._places = [rank for rank, lives in enumerate(alive) if lives]
+        self._lost = [rank for rank, lives in enumerate(alive) if not lives]
         self.alive = torch.tensor(list(alive), device=self.device)
 
     def all_to_all(
@@ -45,6 +47,10 @@ class SurvivorGroup:
     ) -> None:
         if self.alive is None:
             self._inner.all_to_all(out, x, out_rows, x_rows)
+            return
+        if out_rows is not None and x_rows is not None and not any(out_rows[r] or x_rows[r] for r in self._lost):
+            places = self._places
+            self._inner.all_to_all(out, x, [out_rows[rank] for rank in places], [x_rows[rank] for rank in places])
             return
         incoming = self._parts(out, out_rows)
         leaving = self._parts(x, x_rows)

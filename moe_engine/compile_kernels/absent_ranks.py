@@ -27,6 +27,7 @@ class AbsentRanks:
     rank = 0
     timeout_s = 0.0
     alive: Tensor | None = None
+    on_host = False
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size

@@ -15,7 +15,10 @@ from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllT
 from moe_engine.parallel.dispatch.allgather import AllGather
 from moe_engine.parallel.dispatch.deepep import generation, legacy
 from moe_engine.parallel.dispatch.deepep.expanded import ElasticDispatcher, EPBufferDispatcher
-from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+from moe_engine.parallel.dispatch.exchanged import CheckChoices, ExchangedDispatcher
+from moe_engine.parallel.dispatch.host_all_to_all import ROOM_TOKENS, HostAllToAll
+from moe_engine.parallel.dispatch.host_rows import HostLayout
+from moe_engine.parallel.dispatch.host_rows import check_choices as check_on_host
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
 from moe_engine.parallel.dispatch.local import LocalExchange
 from moe_engine.parallel.dispatch.protocol import (
@@ -27,6 +30,7 @@ from moe_engine.parallel.dispatch.protocol import (
     Phase,
     WatchesPeers,
 )
+from moe_engine.parallel.dispatch.rows import check_choices
 from moe_engine.parallel.dispatch.shared_memory import SharedMemory
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.dispatch.two_hop import TwoHop
@@ -47,6 +51,7 @@ class Groups:
         deep_ep: the library; None imports it.
         peer_memory: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
         shuffles: NVSHMEM's operations; None: torch's.
+        on_host: whether the host arranges rows itself and may wait in every mode; None: as the group of `experts` says.
     """
 
     experts: Group
@@ -56,6 +61,11 @@ class Groups:
     deep_ep: ModuleType | None = None
     peer_memory: PeerMemory | None = None
     shuffles: Shuffles | None = None
+    on_host: bool | None = None
+
+    @property
+    def host_arranges(self) -> bool:
+        return self.experts.on_host if self.on_host is None else self.on_host
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:
@@ -63,7 +73,7 @@ def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, grou
 
     Args:
         shape: `max_tokens` is the most that a rank brings in any phase.
-        decode_tokens: the most in low latency: its buffers and messages have this size, used or not.
+        decode_tokens: the most in low latency: its buffers have this size, on a device also its messages, used or not.
     """
     decode_shape = replace(shape, max_tokens=decode_tokens)
     sizes: dict[Mode, DispatchShape] = {"normal": shape, "low_latency": decode_shape}
@@ -117,23 +127,33 @@ Maker = Callable[[Groups, Shapes], list[Dispatcher]]
 
 
 def _exchanged(make_exchange: Callable[[Groups, DispatchShape, bool], Exchange]) -> Maker:
-    """Dispatchers of our own exchanges: grouped rows in normal mode, padded ones in low latency."""
+    """Dispatchers of our own exchanges: grouped rows in normal mode, padded ones in low latency; on the host grouped in
+    both."""
 
     def make(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
         made: list[Dispatcher] = []
         for mode, shape in shapes.items():
-            static, device = mode == "low_latency", groups.experts.device
-            capacity = shape.num_ranks * shape.max_tokens
-            layout: Layout = GroupedLayout(shape.num_local, shape.dtype, device)
-            if static:
-                layout = PaddedLayout(shape.num_local, capacity, shape.dtype, device)
-            made.append(ExchangedDispatcher(shape, make_exchange(groups, shape, static), layout, check=not static))
+            static = mode == "low_latency"
+            layout, check = _arrangement(groups, shape, static)
+            made.append(ExchangedDispatcher(shape, make_exchange(groups, shape, static), layout, check))
         return made
 
     return make
 
 
-def _all_to_all(group: Group, shape: DispatchShape, static: bool) -> Exchange:
+def _arrangement(groups: Groups, shape: DispatchShape, static: bool) -> tuple[Layout, CheckChoices | None]:
+    """How rows lie before the experts, and who looks at the choices first."""
+    device = groups.experts.device
+    if groups.host_arranges:
+        return HostLayout(shape.num_local, shape.hidden, shape.dtype), None if static else check_on_host
+    if static:
+        return PaddedLayout(shape.num_local, shape.num_ranks * shape.max_tokens, shape.dtype, device), None
+    return GroupedLayout(shape.num_local, shape.dtype, device), check_choices
+
+
+def _all_to_all(groups: Groups, group: Group, shape: DispatchShape, static: bool) -> Exchange:
+    if groups.host_arranges:
+        return HostAllToAll(group, shape, shape.max_tokens if static else ROOM_TOKENS)
     return StaticAllToAll(group, shape) if static else VariableAllToAll(group, shape)
 
 
@@ -148,7 +168,7 @@ def _two_hop(groups: Groups, shape: DispatchShape, static: bool) -> Exchange:
         num_experts=shape.num_experts // num_nodes,
         max_tokens=shape.max_tokens * num_nodes,
     )
-    return TwoHop(_all_to_all(groups.rails, between, static), _all_to_all(groups.node, inside, static))
+    return TwoHop(_all_to_all(groups, groups.rails, between, static), _all_to_all(groups, groups.node, inside, static))
 
 
 def _deepep(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
@@ -175,8 +195,8 @@ def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatc
             made.append(legacy.LegacyLowLatency(library, buffer, shape))
             continue
         exchange = legacy.LegacyExchange(library, buffer, shape, cleans=low_latency)
-        layout = GroupedLayout(shape.num_local, shape.dtype, groups.experts.device)
-        made.append(ExchangedDispatcher(shape, exchange, layout, check=True))
+        layout, check = _arrangement(groups, shape, static=False)
+        made.append(ExchangedDispatcher(shape, exchange, layout, check))
     return made
 
 
@@ -212,9 +232,9 @@ def _with_low_latency(
 _MAKERS: dict[str, Maker] = {
     "local": _exchanged(lambda groups, shape, static: LocalExchange()),
     "deepep": _deepep,
-    "all_to_all": _exchanged(lambda groups, shape, static: _all_to_all(groups.experts, shape, static)),
+    "all_to_all": _exchanged(lambda groups, shape, static: _all_to_all(groups, groups.experts, shape, static)),
     "allgather": _exchanged(lambda groups, shape, static: AllGather(groups.experts, shape, static)),
-    "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape, static)),
+    "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape)),
     "symm_mem": _symm_mem,
     "nvshmem": _nvshmem,
     "two_hop": _exchanged(_two_hop),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.parallel.dispatch.payload import encode
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Exchange, Layout
-from moe_engine.parallel.dispatch.rows import check_choices
 from moe_engine.parallel.dispatch.workspace import Slots
+
+CheckChoices = Callable[[Tensor, int], None]
+"""`rows.check_choices`, or its like: physical ids [T, K] and how many experts there are."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,10 @@ class ExchangedDispatcher:
     """`Dispatcher`: the exchange brings tokens, the layout arranges them.
 
     Args:
-        check: refuse wrong ids before they travel; it waits for the device, so low latency goes without.
+        check: refuses wrong ids before they travel; it waits for the device, so low latency has None.
     """
 
-    def __init__(self, shape: DispatchShape, exchange: Exchange, layout: Layout, check: bool) -> None:
+    def __init__(self, shape: DispatchShape, exchange: Exchange, layout: Layout, check: CheckChoices | None) -> None:
         self._shape = shape
         self._exchange = exchange
         self._layout = layout
@@ -42,8 +45,8 @@ class ExchangedDispatcher:
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, ExchangedHandle]:
         if len(x) > self._shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
-        if self._check:
-            check_choices(topk_ids, self._shape.num_experts)
+        if self._check is not None:
+            self._check(topk_ids, self._shape.num_experts)
         slot = self._slots.take()
         arrived, way = self._exchange.deliver(encode(x, topk_ids, topk_weights, self._shape.fp8), slot)
         batch, positions = self._layout.expand(arrived, slot)

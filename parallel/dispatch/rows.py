@@ -26,9 +26,9 @@ def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> 
             chosen, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=weights[valid]
         )
     # The weights must have the rows' dtype: name each row twice, with the weight's high and low half.
-    halves = _halves(weights[valid], rows.dtype).flatten()
+    scale = halves(weights[valid], rows.dtype).flatten()
     return F.embedding_bag(
-        chosen.repeat_interleave(2), rows, offsets * 2, mode="sum", include_last_offset=True, per_sample_weights=halves
+        chosen.repeat_interleave(2), rows, offsets * 2, mode="sum", include_last_offset=True, per_sample_weights=scale
     )
 
 
@@ -43,13 +43,13 @@ def sum_rows_static(rows: Tensor, positions: Tensor, weights: Tensor | None = No
     scale = valid.to(rows.dtype) if weights is None else weights * valid
     if weights is not None and rows.dtype != torch.float32:
         chosen = chosen.repeat_interleave(2, dim=1)
-        scale = _halves(scale, rows.dtype).flatten(1)
+        scale = halves(scale, rows.dtype).flatten(1)
     sums = F.embedding_bag(chosen, rows, mode="sum", per_sample_weights=scale)
     return sums.masked_fill_(some < 0, 0)
 
 
-def _halves(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [...] -> [..., 2] whose sum is the weight to twice the dtype's precision."""
+def halves(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights in a narrower dtype: float32 [...] -> [..., 2] whose sum is the weight to twice the dtype's precision."""
     high = weights.to(dtype)
     return torch.stack((high, (weights - high.float()).to(dtype)), dim=-1)
 

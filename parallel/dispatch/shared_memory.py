@@ -10,93 +10,98 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.payload import RecordFormat
+from moe_engine.parallel.dispatch.host_rows import GrowingRecords, local_ids, ranks_of, sum_bags
+from moe_engine.parallel.dispatch.payload import RecordFormat, write_parts
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
-from moe_engine.parallel.dispatch.rows import local_ids, owner_mask, sum_rows
 from moe_engine.parallel.dispatch.shared_segment import SharedSegment
-from moe_engine.parallel.dispatch.workspace import Workspace
+
+TOKENS, SUMS = 0, 1  # the two flags of a slot
 
 
 @dataclass(frozen=True)
 class Way:
     slot: int
-    mask: Tensor  # bool [T, R]: ranks that hold an expert of the token
-    starts: Tensor  # int64 [R]: where the sums for each rank's tokens begin among this rank's sums
+    mask: np.ndarray  # bool [R, T]: ranks that hold an expert of the token
+    starts: np.ndarray  # int64 [R]: where the sums for each rank's tokens begin among this rank's sums
+
+
+class _Region:
+    """One slot's part of the shared memory."""
+
+    def __init__(self, memory: Tensor, sizes: list[int], form: RecordFormat, shape: DispatchShape, rank: int) -> None:
+        ranks = shape.num_ranks
+        head, tokens, sums = (part[:size] for part, size in zip(memory.split(_aligned(sizes)), sizes))
+        words = head.numpy().view(np.int64).reshape(ranks + 1, ranks)
+        self.counts = words[0]  # [R] tokens that each rank brings
+        self.starts = words[1:]  # [R, R]: owner of the sums, owner of the tokens
+        records = tokens.view(ranks, shape.max_tokens, -1)
+        self.records = records.numpy()  # uint8 [R, M, record]
+        self.ids = [form.view(of_rank).ids.numpy() for of_rank in records]  # int32 [M, K] of each rank
+        self.own = form.view(records[rank])
+        self.sums = sums.view(shape.dtype).view(ranks * ranks * shape.max_tokens, shape.hidden)
+        """Owner of the sums, then as they arrived there."""
 
 
 class SharedMemory:
-    """Reads and writes a `SharedSegment`.
+    """Reads and writes a `SharedSegment`. Collective to make."""
 
-    Args:
-        static: deliver all R * M rows in every call (low latency) instead of those with an expert here (normal).
-    """
-
-    def __init__(self, group: Group, shape: DispatchShape, static: bool) -> None:
+    def __init__(self, group: Group, shape: DispatchShape) -> None:
         self._group = group
-        self._static = static
-        self._max_tokens = shape.max_tokens
         self._num_local = shape.num_local
-        self._format = RecordFormat.of(shape)
-        self._workspace = Workspace(group.device)
-        ranks, rows = group.size, group.size * shape.max_tokens
-        parts = [rows * self._format.num_bytes, ranks * ranks * 8, ranks * rows * shape.hidden * shape.dtype.itemsize]
-        aligned = [-(-size // 4096) * 4096 for size in parts]
-        self._segment = SharedSegment(group, NUM_LIVE * sum(aligned), num_flags=2 * NUM_LIVE)
-        self._records: list[Tensor] = []  # [R * M, record] of each slot, uint8
-        self._starts: list[Tensor] = []  # [R, R] int64: owner of the sums, owner of the tokens
-        self._sums: list[Tensor] = []  # [R * R * M, D]: owner of the sums, then as they arrived there
-        for memory in self._segment.bytes.split([sum(aligned)] * NUM_LIVE):
-            tokens, starts, sums = (part[:size] for part, size in zip(memory.split(aligned), parts))
-            self._records.append(tokens.view(rows, -1))
-            self._starts.append(starts.view(torch.int64).view(ranks, ranks))
-            self._sums.append(sums.view(shape.dtype).view(ranks * rows, shape.hidden))
-        writers = {group.rank, *self._segment.lost}
-        for records in self._records:  # what is never written carries no expert
-            for rank in writers:
-                self._format.view(self._of(records, rank)).ids.fill_(-1)
+        self._room = group.size * shape.max_tokens  # of the sums of a rank
+        form = RecordFormat.of(shape)
+        ranks, rows = group.size, self._room
+        sizes = [(ranks + 1) * ranks * 8, rows * form.num_bytes, ranks * rows * shape.hidden * shape.dtype.itemsize]
+        one = sum(_aligned(sizes))
+        self._segment = SharedSegment(group, NUM_LIVE * one, num_flags=2 * NUM_LIVE)
+        parts = self._segment.bytes.split([one] * NUM_LIVE)
+        self._regions = [_Region(part, sizes, form, shape, group.rank) for part in parts]
+        self._taken = [GrowingRecords(form) for _ in range(NUM_LIVE)]
         self._turn = [0] * NUM_LIVE
         group.barrier()
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Way]:
-        num_tokens = len(tokens.ids)
-        own = self._of(self._records[slot], self._group.rank)
-        self._format.write(tokens, own[:num_tokens])
-        self._format.view(own[num_tokens:]).ids.fill_(-1)
+        region, num_tokens, rank = self._regions[slot], len(tokens.ids), self._group.rank
+        write_parts(tokens, region.own.first(num_tokens))
+        region.counts[rank] = num_tokens
         self._turn[slot] += 1
-        self._segment.raise_flag(2 * slot, self._turn[slot])
-        self._segment.wait(2 * slot, self._turn[slot], "dispatch through shared memory")
+        self._meet(slot, TOKENS, "dispatch through shared memory")
 
-        records = self._records[slot]
-        ids = local_ids(self._format.view(records).ids, self._group.rank, self._num_local)
-        if self._static:
-            starts = torch.arange(self._group.size) * self._max_tokens
-        else:
-            here = (ids >= 0).any(1)  # [R * M]
-            rows = here.nonzero().squeeze(1)
-            counts = here.view(self._group.size, -1).sum(1)
-            starts = counts.cumsum(0) - counts
-            ids = ids[rows]
-            taken = self._workspace.take("records", slot, (len(rows), records.shape[1]), torch.uint8)
-            records = torch.index_select(records, 0, rows, out=taken)
-        arrived = self._format.view(records)
-        mask = owner_mask(tokens.ids, self._num_local, self._group.size)
-        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), Way(slot, mask, starts)
+        counts: list[int] = region.counts.tolist()  # of a rank that was lost: 0, it never wrote any
+        ids = [local_ids(of_rank[:count], rank, self._num_local) for of_rank, count in zip(region.ids, counts)]
+        here = [np.flatnonzero((of_rank >= 0).any(1)) for of_rank in ids]
+        num_rows = [len(rows) for rows in here]
+        records, arrived = self._taken[slot].take(sum(num_rows))
+        starts = np.cumsum([0, *num_rows])
+        for source, rows in enumerate(here):
+            into = records[starts[source] : starts[source + 1]]
+            np.take(region.records[source], rows, axis=0, out=into, mode="clip")
+        found = np.concatenate([of_rank[rows] for of_rank, rows in zip(ids, here)])
+        mask = ranks_of(tokens.ids.numpy(), self._num_local, self._group.size)
+        taken = Tokens(arrived.data, arrived.scales, torch.from_numpy(found), arrived.weights)
+        return taken, Way(slot, mask, starts[:-1])
 
     def collect(self, partial: Tensor, way: Way) -> Tensor:
-        slot, rank, all_rows = way.slot, self._group.rank, self._group.size * self._max_tokens
-        sums = self._sums[slot]
-        sums[rank * all_rows :][: len(partial)].copy_(partial)
-        self._starts[slot][rank].copy_(way.starts)
-        self._segment.raise_flag(2 * slot + 1, self._turn[slot])
-        self._segment.wait(2 * slot + 1, self._turn[slot], "combine through shared memory")
+        region, rank = self._regions[way.slot], self._group.rank
+        region.sums[rank * self._room :][: len(partial)].copy_(partial)
+        region.starts[rank] = way.starts
+        self._meet(way.slot, SUMS, "combine through shared memory")
 
-        bases = torch.arange(self._group.size) * all_rows + self._starts[slot][:, rank]
-        number = torch.arange(len(way.mask)).unsqueeze(1) if self._static else way.mask.cumsum(0) - 1
-        return sum_rows(sums, torch.where(way.mask, number + bases, -1))
+        bases = np.arange(self._group.size) * self._room + region.starts[:, rank]
+        rows = way.mask.cumsum(1) + (bases - 1)[:, None]  # [R, T]
+        return sum_bags(region.sums, rows.T[way.mask.T], way.mask.sum(0))
 
-    def _of(self, records: Tensor, rank: int) -> Tensor:
-        return records[rank * self._max_tokens :][: self._max_tokens]
+    def _meet(self, slot: int, flag: int, operation: str) -> None:
+        """Returns when every rank has come as far in this slot."""
+        self._segment.raise_flag(2 * slot + flag, self._turn[slot])
+        self._segment.wait(2 * slot + flag, self._turn[slot], operation)
+
+
+def _aligned(sizes: list[int]) -> list[int]:
+    """To pages."""
+    return [-(-size // 4096) * 4096 for size in sizes]

@@ -18,7 +18,9 @@ from tests.parallel.worlds import group_operations, join_shared_segment, run_unt
 def test_operations_of_three_ranks() -> None:
     n = 3
     for rank, found in enumerate(run_ranks(n, group_operations)):
+        fillings = [[7 + source] * source + [0] * (n - source if source != rank else 0) for source in range(n)]
         assert found == {
+            "shorter": [value for filling in fillings for value in filling],
             "ints": [10 * source + rank for source in range(n)],
             "all_to_all": [float(source) for source in range(n) for _ in range(rank + 1)],
             "all_gather": [[source, -source] for source in range(n)],

@@ -18,9 +18,19 @@ OURS = ("all_to_all", "allgather", "shared_memory")
 EXAMPLES = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
-def setups_of(backends: tuple[str, ...], num_nodes: int = 1) -> list[Setup]:
+def setups_of(backends: tuple[str, ...], num_nodes: int = 1, as_device: bool = False) -> list[Setup]:
     kinds = (("float32", False), ("bfloat16", False), ("bfloat16", True), ("float32", True))
-    return [Setup(b, m, dtype, fp8, num_nodes=num_nodes) for b in backends for m in MODES for dtype, fp8 in kinds]
+    return [
+        Setup(b, m, dtype, fp8, num_nodes=num_nodes, as_device=as_device)
+        for b in backends
+        for m in MODES
+        for dtype, fp8 in kinds
+    ]
+
+
+def small_rooms() -> list[Setup]:
+    """Rooms that most routings are larger than, and rooms that some are."""
+    return [Setup("all_to_all", "normal", "bfloat16", fp8, room_tokens=n) for n in (1, 3) for fp8 in (False, True)]
 
 
 def deepep_setups() -> list[Setup]:
@@ -83,10 +93,22 @@ def test_any_routing(world: World) -> None:
     run()
 
 
+def test_any_routing_as_on_devices_and_beyond_rooms(world: World) -> None:
+    """Forms that serve GPUs, over ranks on CPUs; and messages that are larger than their rooms."""
+
+    @settings(EXAMPLES, max_examples=8 if world.n < 8 else 3)
+    @given(routing=routings(world.n, LOCAL_AND_TOP_K))
+    def run(routing: Routing) -> None:
+        check_all(world, setups_of(("all_to_all", "allgather"), as_device=True) + small_rooms(), routing)
+
+    run()
+
+
 @EXAMPLES
 @given(routing=routings(4, LOCAL_AND_TOP_K))
 def test_any_routing_through_nodes(four: World, routing: Routing) -> None:
     check_all(four, setups_of(("two_hop",), num_nodes=2), routing)
+    check_all(four, setups_of(("two_hop",), num_nodes=2, as_device=True)[::3], routing)
 
 
 @EXAMPLES
@@ -98,7 +120,8 @@ def test_any_routing_through_deepep(two: World, routing: Routing) -> None:
 @EXAMPLES
 @given(first=routings(2, [(2, 3)]), second=routings(2, [(2, 3)]))
 def test_two_results_may_be_alive(two: World, first: Routing, second: Routing) -> None:
-    for setup in [*setups_of(OURS)[::2], *deepep_setups()[::2]]:
+    as_device = setups_of(("all_to_all",), as_device=True)
+    for setup in [*setups_of(OURS)[::2], *as_device[::3], *small_rooms()[:1], *deepep_setups()[::2]]:
         of_ranks = two.ranks.call(run_interleaved, setup, first, second)
         check(setup, first, [outcomes[0] for outcomes in of_ranks])
         check(setup, second, [outcomes[1] for outcomes in of_ranks])

@@ -9,14 +9,16 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from moe_engine.parallel.collectives import SingleRank
+from moe_engine.parallel.dispatch import host_rows
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+from moe_engine.parallel.dispatch.host_rows import HostLayout
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
 from moe_engine.parallel.dispatch.local import LocalDispatcher, LocalExchange
 from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode, quantize
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
-from moe_engine.parallel.dispatch.rows import sum_rows, sum_rows_static
+from moe_engine.parallel.dispatch.rows import check_choices, sum_rows, sum_rows_static
 from moe_engine.parallel.dispatch.workspace import Slots
 
 SHAPE = DispatchShape(8, 1, 3, 256, 16, torch.bfloat16)
@@ -29,8 +31,16 @@ def choices(seed: int, num_tokens: int = 10, hidden: int = 256) -> tuple[torch.T
     return x, ids, torch.rand(num_tokens, 3, generator=generator)
 
 
+def host_sums(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    layout = HostLayout(8, rows.shape[1], rows.dtype)
+    if weights is not None:
+        return layout.reduce(rows, positions, weights)
+    valid = positions.numpy() >= 0
+    return host_rows.sum_bags(rows, positions.numpy()[valid], valid.sum(1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sums", [sum_rows, sum_rows_static])
+@pytest.mark.parametrize("sums", [sum_rows, sum_rows_static, host_sums])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_sums_of_rows_are_rounded_once(dtype: torch.dtype, sums: object, weighted: bool) -> None:
     """Against float64: the weights lose nothing to the rows' dtype, and rows that nobody names are never read."""
@@ -79,29 +89,34 @@ def test_records_hold_a_token_and_its_choices(fp8: bool, dtype: torch.dtype, hid
     assert found.scales is None or torch.equal(found.scales, sent.scales)  # type: ignore[arg-type]
 
 
-def test_one_rank_agrees_with_the_local_dispatcher() -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_one_rank_agrees_with_the_local_dispatcher(on_host: bool) -> None:
     x, ids, weights = choices(6)
     batch, handle = LocalDispatcher(8).dispatch(x, ids, weights)
-    layout = GroupedLayout(8, torch.bfloat16, torch.device("cpu"))
-    ours = ExchangedDispatcher(SHAPE, LocalExchange(), layout, check=True)
+    ours = dispatcher(on_host=on_host)
     our_batch, our_handle = ours.dispatch(x, ids, weights)
     assert torch.equal(batch.x, our_batch.x) and torch.equal(batch.offsets, our_batch.offsets)  # type: ignore[arg-type]
     local = LocalDispatcher(8).combine(batch.x, weights, handle)
     torch.testing.assert_close(ours.combine(batch.x, weights, our_handle), local, rtol=2**-8, atol=1e-6)
 
 
-def dispatcher(static: bool = False) -> ExchangedDispatcher:
+def dispatcher(static: bool = False, on_host: bool = False) -> ExchangedDispatcher:
     device = torch.device("cpu")
-    layout = PaddedLayout(8, 16, torch.bfloat16, device) if static else GroupedLayout(8, torch.bfloat16, device)
-    return ExchangedDispatcher(SHAPE, LocalExchange(), layout, check=not static)
+    if on_host:
+        layout = HostLayout(8, SHAPE.hidden, torch.bfloat16)
+        return ExchangedDispatcher(SHAPE, LocalExchange(), layout, host_rows.check_choices)
+    if static:
+        return ExchangedDispatcher(SHAPE, LocalExchange(), PaddedLayout(8, 16, torch.bfloat16, device), None)
+    return ExchangedDispatcher(SHAPE, LocalExchange(), GroupedLayout(8, torch.bfloat16, device), check_choices)
 
 
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("wrong", [[0, 5, 5], [0, 1, 8], [0, 1, -2]])
-def test_wrong_choices_are_refused(wrong: list[int]) -> None:
+def test_wrong_choices_are_refused(wrong: list[int], on_host: bool) -> None:
     x, ids, weights = choices(7)
     ids[4] = torch.tensor(wrong)
     with pytest.raises(ValueError, match="twice" if wrong[1] == wrong[2] else r"outside 0\.\.7"):
-        dispatcher().dispatch(x, ids, weights)
+        dispatcher(on_host=on_host).dispatch(x, ids, weights)
 
 
 def test_handles_are_used_once_with_the_weights_of_their_dispatch() -> None:
@@ -143,7 +158,7 @@ def test_the_host_never_waits_in_low_latency(exchange: type, fp8: bool) -> None:
         group = SingleRank()
         made = exchange(group, shape, True) if exchange is AllGather else exchange(group, shape)
         padded = PaddedLayout(8, 16, torch.bfloat16, torch.device("cpu"))
-        ours = ExchangedDispatcher(shape, made, padded, check=False)
+        ours = ExchangedDispatcher(shape, made, padded, None)
         x = torch.empty(10, 256, dtype=torch.bfloat16)
         ids = torch.empty(10, 3, dtype=torch.int32)
         weights = torch.empty(10, 3)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from moe_engine.parallel.dispatch.protocol import Mode
+from moe_engine.parallel.dispatch.tables import MODES
 from tests.parallel.ranks import Ranks
 from tests.parallel.routings import MAX_TOKENS, Routing, draw_ids
 from tests.parallel.worlds import Setup, run_counted
@@ -15,7 +18,6 @@ NUM_NODES, PER_NODE = 2, 2
 N = NUM_NODES * PER_NODE
 LOCAL, TOP_K, HIDDEN = 4, 8, 2048
 ROW_BYTES = HIDDEN * 2  # bfloat16
-SIZES_BYTES = 8 * N
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +42,31 @@ def pairs(routing: Routing, source: int, experts_of_side: int) -> dict[int, int]
     return found
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_token_crosses_once_to_a_rank(four: Ranks, seed: int) -> None:
-    """Not once for each of its experts there; at most 5 % more bytes than the rows and choices."""
+def test_a_token_crosses_once_to_a_rank_in_one_message(four: Ranks, seed: int, mode: Mode) -> None:
+    """Not once for each of its experts there; at most 5 % more bytes than the rows and choices, and a head of 16."""
     routing = routing_of(seed)
-    of_ranks = four.call(run_counted, Setup("all_to_all", "normal", "bfloat16", hidden=HIDDEN), routing)
+    of_ranks = four.call(run_counted, Setup("all_to_all", mode, "bfloat16", hidden=HIDDEN), routing)
     for source, operations in enumerate(of_ranks):
+        out, back = [num_bytes for _, _, num_bytes in operations]
+        wanted = pairs(routing, source, LOCAL)
+        assert out[source] == 0  # what stays here is not sent
+        for rank in set(range(N)) - {source}:
+            rows = wanted.get(rank, 0)
+            assert rows * ROW_BYTES + 16 <= out[rank] <= rows * ROW_BYTES * 1.05 + 16
+            assert back[rank] == pairs(routing, rank, LOCAL).get(source, 0) * ROW_BYTES
+
+
+@pytest.mark.parametrize("room_tokens", [None, 2])
+def test_sizes_are_exchanged_first_on_devices_and_beyond_rooms(four: Ranks, room_tokens: int | None) -> None:
+    routing = routing_of(3)
+    setup = Setup("all_to_all", "normal", "bfloat16", False, HIDDEN, as_device=True)
+    if room_tokens is not None:
+        setup = replace(setup, as_device=False, room_tokens=room_tokens)
+    for source, operations in enumerate(four.call(run_counted, setup, routing)):
         sizes, out, back = [num_bytes for _, _, num_bytes in operations]
-        assert sizes == [8] * N
+        assert sizes == ([8] * N if room_tokens is None else [16 * (rank != source) for rank in range(N)])
         wanted = pairs(routing, source, LOCAL)
         for rank in range(N):
             rows = wanted.get(rank, 0)
@@ -64,10 +83,10 @@ def test_a_token_crosses_once_to_a_node_and_to_the_same_place_in_it(four: Ranks,
         node = rank // PER_NODE
         # groups: `rails` joins the same places of all nodes, so nothing reaches another place of another node
         assert {name for name, _, _ in operations} == {"rails", "node"}
-        _, out, back = [num_bytes for name, _, num_bytes in operations if name == "rails"]
+        out, back = [num_bytes for name, _, num_bytes in operations if name == "rails"]
         wanted = pairs(routing, rank, LOCAL * PER_NODE)
         other = 1 - node
-        assert wanted.get(other, 0) * ROW_BYTES <= out[other] <= wanted.get(other, 0) * ROW_BYTES * 1.05
+        assert wanted.get(other, 0) * ROW_BYTES <= out[other] <= wanted.get(other, 0) * ROW_BYTES * 1.05 + 16
         arrived = pairs(routing, other * PER_NODE + rank % PER_NODE, LOCAL * PER_NODE).get(node, 0)
         assert back[other] == arrived * ROW_BYTES
         between += out[other]
@@ -85,13 +104,13 @@ def test_fp8_halves_what_is_sent_out(four: Ranks) -> None:
     plain = four.call(run_counted, Setup("all_to_all", "normal", "bfloat16", hidden=HIDDEN), routing)
     quantised = four.call(run_counted, Setup("all_to_all", "normal", "bfloat16", True, HIDDEN), routing)
     for one, two in zip(plain, quantised):
-        assert sum(two[1][2]) < 0.54 * sum(one[1][2])
-        assert two[2] == one[2]
+        assert sum(two[0][2]) < 0.54 * sum(one[0][2])
+        assert two[1] == one[1]
 
 
 @pytest.mark.parametrize("backend", ["all_to_all", "allgather"])
-def test_low_latency_sends_the_same_bytes_whatever_is_chosen(four: Ranks, backend: str) -> None:
-    setup = Setup(backend, "low_latency", "bfloat16", hidden=128)
+def test_low_latency_of_devices_sends_the_same_bytes_whatever_is_chosen(four: Ranks, backend: str) -> None:
+    setup = Setup(backend, "low_latency", "bfloat16", hidden=128, as_device=True)
     generator = np.random.default_rng(0)
     sent = []
     for kind, size in (("uniform", 6), ("one_expert_set", 1), ("all_dropped", 3), ("uniform", 0)):

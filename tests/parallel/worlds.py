@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count, pairwise
 from pathlib import Path
@@ -17,8 +17,11 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.parallel.collectives import DistributedGroup, PeerLost
-from moe_engine.parallel.dispatch.build import Groups, build
-from moe_engine.parallel.dispatch.protocol import DispatchShape, Mode, Phase
+from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
+from moe_engine.parallel.dispatch.host_rows import HostLayout, check_choices
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase
 from moe_engine.parallel.dispatch.shared_segment import SharedSegment
 from moe_engine.parallel.dispatch.tables import ROWS, DispatchChoice, DispatchRow
 from tests.parallel import deepep_emulator
@@ -30,7 +33,8 @@ TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to dispatch. `library` names the emulated DeepEP generation; `num_nodes` splits the ranks."""
+    """One way to dispatch. `library` names the emulated DeepEP generation; `num_nodes` splits the ranks; `as_device`
+    takes the forms of ranks on devices; `room_tokens` makes the rooms of all_to_all on the host so small."""
 
     backend: str
     mode: Mode
@@ -39,6 +43,8 @@ class Setup:
     hidden: int = 128
     num_nodes: int = 1
     library: str = ""
+    as_device: bool = False
+    room_tokens: int | None = None
 
 
 @dataclass
@@ -88,7 +94,14 @@ def dispatcher_of(setup: Setup, num_experts: int, top_k: int) -> Any:
     if key not in made:
         choice = DispatchChoice(row_of(setup.backend), {"decode": setup.mode}, "a test's")
         shape = shape_of(setup, num_experts, top_k)
-        made[key] = build(choice, shape, MAX_TOKENS, groups_of(setup.num_nodes, setup.library))
+        groups = replace(groups_of(setup.num_nodes, setup.library), on_host=not setup.as_device)
+        if setup.room_tokens is None:
+            made[key] = build(choice, shape, MAX_TOKENS, groups)
+        else:
+            exchange = HostAllToAll(groups.experts, shape, setup.room_tokens)
+            layout = HostLayout(shape.num_local, shape.hidden, shape.dtype)
+            of_phase: dict[Phase, Dispatcher] = {"decode": ExchangedDispatcher(shape, exchange, layout, check_choices)}
+            made[key] = PhasedDispatcher(lambda: of_phase)
     return made[key]
 
 
@@ -237,7 +250,11 @@ def group_operations(rank: int) -> dict[str, Any]:
     received = [rank + 1] * size
     out = torch.empty(sum(received), 3, dtype=x.dtype)
     group.all_to_all(out, x[: sum(sent)], received, sent)
+    rooms = [rank if source == rank else size for source in range(size)]  # others send less than there is room for
+    shorter = torch.zeros(sum(rooms), 2, dtype=torch.uint8)
+    group.all_to_all(shorter, torch.full((rank * size, 2), 7 + rank, dtype=torch.uint8), rooms, [rank] * size)
     return {
+        "shorter": shorter[:, 1].tolist(),
         "ints": group.exchange_ints([10 * rank + to for to in range(size)]),
         "all_to_all": out.float()[:, 0].tolist(),
         "all_gather": group.all_gather(torch.tensor([rank, -rank])).tolist(),

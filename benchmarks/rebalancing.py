@@ -1,0 +1,80 @@
+"""How long steps wait while experts move: ``python -m benchmarks.rebalancing [--models demo moe-390m]``.
+
+Two ranks with half of the experts each serve greedy requests with `--enable-eplb`, planning every so many passes
+whatever the balance; rank 0's own clock tells what the moves between two passes took, of the time of the passes with
+moves. Target: below 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoints, report
+from moe_engine import Engine
+
+TARGET = 0.05
+
+
+def measure(model: str, backend: str, requests: int, output: int, passes: int) -> dict[str, Any]:
+    """Rank 0's `BalanceStats` of one run."""
+    options: dict[str, Any] = {} if model == "demo" else {"model_path": str(checkpoints.ensure_checkpoint(model))}
+    with Engine(
+        random_seed=0,
+        skip_tokenizer_init=model != "demo",
+        tp_size=2,
+        ep_size=2,
+        moe_a2a_backend=backend,
+        enable_eplb=True,
+        eplb_rebalance_num_iterations=passes,
+        eplb_min_rebalancing_utilization_threshold=1.0,
+        ep_num_redundant_experts=2,
+        **options,
+    ) as engine:
+        vocab = engine.info.vocab_size
+        ids = [[(i * 7919 + j * 31) % (vocab - 8) + 4 for j in range(32)] for i in range(requests)]
+        engine.generate(
+            input_ids=ids, sampling_params={"temperature": 0.8, "ignore_eos": True, "max_new_tokens": output}
+        )
+        states = engine.get_server_info()["internal_states"]
+    return {"model": model, "backend": backend, **states[0]["eplb"]}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rebalancing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="+", default=["demo", "moe-390m"], help="`demo`: the embedded model")
+    parser.add_argument("--moe-a2a-backend", default="shared_memory")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--output-len", type=int, default=400)
+    parser.add_argument("--passes", type=int, default=100, help="between two plans")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-json", action="store_true")
+    args = parser.parse_args(argv)
+
+    lines = [measure(model, args.moe_a2a_backend, args.requests, args.output_len, args.passes) for model in args.models]
+    rows = [
+        [
+            line["model"],
+            *(str(line[name]) for name in ("rebalances", "experts_received", "moving_passes")),
+            f"{1e3 * line['moving_seconds'] / max(line['moving_passes'], 1):.2f}",
+            f"{1e3 * line['pause_seconds'] / max(line['moving_passes'], 1):.3f}",
+            f"{1e3 * line['longest_pause']:.2f}",
+            f"{line['pause_share']:.1%}",
+        ]
+        for line in lines
+    ]
+    header = ["model", "plans", "experts", "passes with moves", "ms a pass", "ms paused", "longest", "share"]
+    print(report.table(header, rows))
+    print(f"target: below {TARGET:.0%} of a step")
+    if not args.no_json:
+        print(report.write_result("rebalancing", {"lines": lines, "target": TARGET}, path=args.json))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
