@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -19,21 +20,31 @@ LOCK_FILE = "owner"
 
 
 class RunFolder:
-    """A new folder, this process's until `remove`. Folders of dead front ends of the same user go first."""
+    """A new folder, this process's until `remove` or until it exits: a signal may come before anybody holds the folder.
+
+    Folders of dead front ends of the same user go first.
+    """
 
     def __init__(self) -> None:
         remove_abandoned()
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
             self._lock = _lock(self.path, wait=True)
+            self._end = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
             if self._lock is not None and self.path.is_dir():
                 return  # else another start took the folder for abandoned before it was locked
             self.remove()
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
+        self._end()
+
+
+def _remove(path: Path, lock: IO[str] | None, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child that exits
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    if lock is not None:
+        lock.close()
 
 
 def remove_abandoned() -> None:

@@ -42,6 +42,28 @@ def test_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
     assert not mine.path.exists()
 
 
+LEAVE = """
+import os, sys
+from moe_engine.engine.run_folder import RunFolder
+folder = RunFolder()
+if not os.fork():
+    sys.exit()
+os.wait()
+print(folder.path, folder.path.is_dir(), flush=True)
+sys.exit()
+"""
+
+
+def test_a_program_that_exits_takes_its_folder_along(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=True,
+        env={"TMPDIR": str(tmp_path)}, cwd=Path(__file__).resolve().parents[2],
+    )  # fmt: skip
+    path, after_the_child = done.stdout.split()
+    assert after_the_child == "True"
+    assert Path(path).parent == tmp_path and not Path(path).exists()
+
+
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     unlocked, file, other = tmp_path / f"{PREFIX}abc", tmp_path / f"{PREFIX}file", tmp_path / "else"
     unlocked.mkdir()

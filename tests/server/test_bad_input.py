@@ -194,9 +194,9 @@ def test_unknown_model():
 
 def test_template_refusal_and_no_template():
     client = FakeClient()
-    response = post(client, "/v1/chat/completions", {"messages": [{"role": "developer", "content": "x"}]})
+    response = post(client, "/v1/chat/completions", {"messages": [{"role": "function", "content": "x"}]})
     assert response.status_code == 400
-    assert "unknown role developer" in response.json()["message"]
+    assert "unknown role function" in response.json()["message"]
     own, client.tokenizer.chat_template = client.tokenizer.chat_template, None
     try:
         response = post(client, "/v1/chat/completions", CHAT)
