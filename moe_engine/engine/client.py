@@ -202,6 +202,14 @@ class CoreClient:
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]  # of those that are left
 
+    async def call_each(self, method: str, **args: Any) -> list[Any]:
+        asked = (self._call(lane, method, args) for lane in self._alive())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+                raise answer
+        return list(answers)
+
     async def call_one(self, method: str, **args: Any) -> Any:
         return await self._call(self._alive()[0], method, args)
 

@@ -250,7 +250,7 @@ class NodeDesk:
             if state.rank == nodes[0]:
                 self._core(replica).lost(state.lost)
             elif state.rank in nodes and not self._armed:  # its leader may not have met it yet
-                core.kill(state.lost)
+                core.start_failed(state.lost) if isinstance(core, RemoteCore) else core.kill(state.lost)
 
     def _wait_patiently(self, now: float, began: float, told: float) -> float:
         """Says which nodes are waited for from time to time, gives up at the end. Returns when it last said it."""
