@@ -117,14 +117,16 @@ class JoinedReplica:
         options = rank_group_options(config, order.replica)
         assert options is not None
         options = replace(options, leader_address=order.address.removeprefix("tcp://"))
-        self._name, self.ended = f"DP{order.replica}", False
+        self._name, self.ended, self._is_lost = f"DP{order.replica}", False, False
         self._ranks = NodeRanks(config, options, self._lost, config.logging.log_level)
 
     def _lost(self, reason: str) -> None:
         logger.error("The ranks of %s here end: %s", self._name, reason)
-        self._ranks.kill()
+        self._is_lost = True
 
     def poll(self) -> None:
+        if self._is_lost and not self.ended:
+            self._ranks.kill()
         self._ranks.poll()
         self.ended = None not in self._ranks.returncodes
 
@@ -148,7 +150,8 @@ class NodeLink(RankLink):
 
     def _take(self, message: Any) -> None:
         if isinstance(message, news.AllReady):
-            self.go.set_result(rank_messages.Go())
+            if not self.go.done():
+                self.go.set_result(rank_messages.Go())
         elif not isinstance(message, news.Heard):
             self._inbox.put(message)
 
