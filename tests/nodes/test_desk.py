@@ -108,6 +108,8 @@ class Stage:
 
     def close(self) -> None:
         for core in self.remote:
+            core.expect_exit()
+            core.ended("the test is over")
             core.stop(0.0)
         for node in self._nodes:
             node.close()
