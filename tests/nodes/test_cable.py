@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.cluster import FLAGS
-from tests.ranks.drill import until
+from tests.ranks.drill import PATIENCE, until
 from tests.ranks.hosts import ADDRESSES, two_hosts, why_not
 
 
@@ -29,10 +29,10 @@ def test_the_replica_behind_a_pulled_cable_is_named_and_the_other_goes_on(
         )
         node = hosts.start(1, sys.executable, "-m", "moe_engine.launch_server", *at, *FLAGS, stdout=log, stderr=log)
         try:
-            asyncio.run(until(flag.exists, 90))
+            asyncio.run(until(flag.exists, 2 * PATIENCE))
             hosts.pull_cable()
-            report = json.loads(front.communicate(timeout=60)[0])
-            assert node.wait(60) == 1
+            report = json.loads(front.communicate(timeout=2 * PATIENCE)[0])
+            assert node.wait(PATIENCE) == 1
         finally:
             said = (tmp_path / "log").read_text()
             print(said)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.many_ranks.test_faults import Ask, until
+from tests.many_ranks.test_faults import PATIENCE, Ask, until
 from tests.nodes.cluster import Cluster, cluster, ranks_below
 
 LONG = 300
@@ -27,12 +27,12 @@ def strike(
     server = running.server
     hit = [Ask(lane, 4 + i, LONG, again=True).send(server) for i in range(2)]
     spared = [Ask(other, 6, LONG).send(server) for other in others]
-    until(lambda: all(ask.tokens > 1 or ask.fate for ask in (*hit, *spared)), server, 60)
+    until(lambda: all(ask.tokens > 1 or ask.fate for ask in (*hit, *spared)), server)
     for victim in victims:
         victim.send_signal(how)
-    fates = {ask.fate_within(60) for ask in hit}
+    fates = {ask.fate_within(PATIENCE) for ask in hit}
     assert len(fates) == 1, fates
-    assert [ask.fate_within(120) for ask in spared] == ["length"] * len(others)
+    assert [ask.fate_within(2 * PATIENCE) for ask in spared] == ["length"] * len(others)
     with server.client() as client:
         body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 3}}
         if others:
@@ -55,10 +55,10 @@ def test_replicas_go_on_without_a_killed_and_a_silent_node(tmp_path: Path) -> No
         told = strike(running, 1, (0,), held, signal.SIGSTOP)
         assert f"(pid {core.pid}) is lost: node 1 (" in told and "silent for" in told
         running.server.process.kill()
-        assert running.node(2).process.wait(60) == 1, running.logs
+        assert running.node(2).process.wait(PATIENCE) == 1, running.logs
         for process in held:
             process.resume()
-        assert node.process.wait(60) == 1, running.logs
+        assert node.process.wait(PATIENCE) == 1, running.logs
         assert "Node 1 leaves: " in node.log and "Node 2 leaves: the leader at " in running.node(2).log
         until(lambda: not core.is_running(), running.server)
 
@@ -73,6 +73,6 @@ def test_replicas_over_two_nodes_each(tmp_path: Path) -> None:
         (leader,) = ranks_below(running.server.process.pid)
         told = strike(running, 0, (), [leader], signal.SIGKILL)
         assert f"engine core DP0 (pid {leader.pid}) was killed by SIGKILL" in told
-        assert running.server.process.wait(60) == 1, running.logs
-        assert [running.node(rank).process.wait(60) for rank in (1, 2, 3)] == [1] * 3, running.logs
+        assert running.server.process.wait(PATIENCE) == 1, running.logs
+        assert [running.node(rank).process.wait(PATIENCE) for rank in (1, 2, 3)] == [1] * 3, running.logs
         assert all(f"(pid {leader.pid}) was killed" in running.node(rank).log for rank in (1, 2, 3))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_engine import Engine
-from tests.many_ranks.test_faults import Ask, until
+from tests.many_ranks.test_faults import PATIENCE, Ask, until
 from tests.nodes.cluster import FLAGS, Cluster, cluster
 
 PROMPTS = [[5 + (11 * i + 3 * j) % 200 for j in range(4 + i)] for i in range(6)]
@@ -96,7 +96,7 @@ def test_an_abort_reaches_the_other_node(pair: Cluster) -> None:
     with pair.server.client() as client:
         assert client.post("/abort_request", json={"abort_all": True}).status_code == 200
     for ask in asked:  # one that was quicker than the abort is whole
-        assert ask.fate_within(60) in ("length", "Abort in /abort_request")
+        assert ask.fate_within(PATIENCE) in ("length", "Abort in /abort_request")
         assert (ask.fate == "length") == (ask.tokens == ENDLESS)
     until(lambda: all(state["num_running"] == 0 for state in states(pair)), pair.server)
 
@@ -128,8 +128,8 @@ def test_sigterm_to_all_nodes_drains_both(pair: Cluster) -> None:
     until(lambda: all(ask.tokens > 1 or ask.fate for ask in asked), pair.server)
     for process in (pair.node(1).process, pair.server.process):
         process.send_signal(signal.SIGTERM)
-    assert [ask.fate_within(90) for ask in asked] == ["length"] * 2
+    assert [ask.fate_within(2 * PATIENCE) for ask in asked] == ["length"] * 2
     assert [ask.tokens for ask in asked] == [LONG] * 2
-    assert pair.server.process.wait(60) == 0, pair.logs
-    assert pair.node(1).process.wait(60) == 0, pair.logs
+    assert pair.server.process.wait(PATIENCE) == 0, pair.logs
+    assert pair.node(1).process.wait(PATIENCE) == 0, pair.logs
     assert "go on with" not in pair.logs and "Serving goes on" not in pair.logs
