@@ -54,7 +54,7 @@ def serve(args: EngineArgs) -> int:
     if config.parallel.local_rank or config.parallel.node_rank:
         return _serve_node(config)
     sock = bind(config.server.host, config.server.port)
-    cores: list[CoreProcess] = []
+    cores: list[CoreHandle] = []
     try:
         cores = start_cores(config)
         for line in explain.start_lines(config):
