@@ -24,9 +24,11 @@ MAX_DISPATCH_TOKENS = 128
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Who computes. `topology` is one replica's; replicas are alike and stand on one node each.
+    """Who computes. `topology` is one replica's, nodes included; replicas are alike. They lie on the nodes in order,
+    each inside one or over several whole ones.
 
     Attributes:
+        num_nodes: of all replicas together.
         leader_address: HOST:PORT of node 0; None on one node.
         dispatch: the backend that moves tokens to experts and its modes; None where all ranks see all tokens.
         dispatch_fp8: tokens travel in FP8.
@@ -36,6 +38,7 @@ class ParallelPlan:
 
     topology: Topology = ONE_RANK
     num_replicas: int = 1
+    num_nodes: int = 1
     node_rank: int = 0
     leader_address: str | None = None
     dispatch: DispatchChoice | None = None
@@ -49,7 +52,12 @@ class ParallelPlan:
     @property
     def ranks_per_node(self) -> int:
         """Of all replicas, on this node."""
-        return self.topology.tp_size * self.num_replicas // self.topology.num_nodes
+        return self.num_ranks // self.num_nodes
+
+    def nodes_of(self, replica: int) -> range:
+        """Where its ranks are; the first has its rank 0."""
+        first = replica * self.topology.tp_size // self.ranks_per_node
+        return range(first, first + self.topology.num_nodes)
 
     @property
     def num_groups(self) -> int:
@@ -99,10 +107,10 @@ def resolve_parallel(
         moe_dense_tp_size=flags.moe_dense_tp_size,
         enable_dp_lm_head=flags.enable_dp_lm_head,
         moe_a2a_backend=backend if flags.tp_size > 1 else "none",
-        num_nodes=num_nodes,
+        num_nodes=_nodes_of_a_replica(flags.tp_size, replicas, num_nodes),
     )
     topology.check(widths_of(model, args.experts.ep_num_redundant_experts))
-    _check_nodes(topology, replicas, node_rank, leader)
+    _check_nodes(num_nodes, node_rank, leader)
     dispatch = None
     if topology.travels:
         where = Place(device, topology.tp_size, topology.num_nodes, unlinked)
@@ -115,6 +123,7 @@ def resolve_parallel(
     return ParallelPlan(
         topology=topology,
         num_replicas=replicas,
+        num_nodes=num_nodes,
         node_rank=node_rank,
         leader_address=leader if num_nodes > 1 else None,
         dispatch=dispatch,
@@ -190,8 +199,29 @@ def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tupl
     return nodes, record.note("node_rank", place.node_rank, place.origin), leader
 
 
-def _check_nodes(topology: Topology, replicas: int, node_rank: int, leader: str | None) -> None:
-    nodes = topology.num_nodes
+def _nodes_of_a_replica(tp_size: int, replicas: int, nodes: int) -> int:
+    """Nodes that a replica's ranks are on, where the ranks of all fill the nodes one after the other.
+
+    Raises:
+        ConfigError: nodes would hold unlike parts of replicas; names the nearest numbers of nodes that would do.
+    """
+    if replicas < 1:
+        raise ConfigError(f"--dp-size {replicas}: there is at least one replica")
+    if replicas == 1 or tp_size < 1:
+        return nodes  # which `Topology` holds against the ranks
+    fitting = [n for n in range(1, replicas * tp_size + 1) if n % replicas == 0 or replicas % n == 0]
+    fitting = [n for n in fitting if tp_size * replicas % n == 0]
+    if nodes not in fitting:
+        below, above = [n for n in fitting if n < nodes], [n for n in fitting if n > nodes]
+        nearest = " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+        raise ConfigError(
+            f"--nnodes {nodes}: {replicas} replicas (--dp-size) of {tp_size} ranks (--tp-size) do not fill so many "
+            f"nodes with whole replicas, nor replicas with whole nodes; {nearest} would"
+        )
+    return max(1, nodes // replicas)
+
+
+def _check_nodes(nodes: int, node_rank: int, leader: str | None) -> None:
     if not 0 <= node_rank < nodes:
         raise ConfigError(f"--node-rank {node_rank}: with --nnodes {nodes} it is 0 to {nodes - 1}")
     if nodes > 1 and leader is None:
@@ -200,11 +230,6 @@ def _check_nodes(topology: Topology, replicas: int, node_rank: int, leader: str 
         host, _, port = leader.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"--dist-init-addr {leader}: must be HOST:PORT, as in node0:20000")
-    if nodes > 1 and replicas > 1:
-        raise ConfigError(
-            f"--dp-size {replicas} with --nnodes {nodes}: replicas stand on one node each; add --enable-dp-attention "
-            "to share one model over the nodes, or start a server on each node and a router before them"
-        )
 
 
 def _dispatch(topology: Topology, place: Place, flags: ParallelArgs, record: Record) -> DispatchChoice:

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from moe_engine.engine import messages
 from moe_engine.engine.client_api import EngineInfo, Health, combine
-from moe_engine.engine.core_process import CoreProcess
+from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.messages import AddRequest, RequestDelta
 from moe_engine.engine.routing import Load, Router
 from moe_engine.engine.status_board import StatusBoard
@@ -119,7 +119,7 @@ def _merge(into: RequestDelta, new: RequestDelta) -> None:
 class _Lane:
     """One scheduler: a core process, or an attention group behind it."""
 
-    core: CoreProcess
+    core: CoreHandle
     group: int
     to_core: zmq.asyncio.Socket
     board: StatusBoard
@@ -144,9 +144,9 @@ class CoreClient:
     alone go on at another: it is told the prompt and the tokens that have come, and the reader only waits.
     """
 
-    def __init__(self, cores: CoreProcess | Sequence[CoreProcess], info: EngineInfo, method: str = "auto") -> None:
+    def __init__(self, cores: CoreHandle | Sequence[CoreHandle], info: EngineInfo, method: str = "auto") -> None:
         self.info = info
-        self._cores = [cores] if isinstance(cores, CoreProcess) else list(cores)
+        self._cores = [cores] if isinstance(cores, CoreHandle) else list(cores)
         self._lanes = [
             _Lane(core, group, _push(address), board)
             for core in self._cores
@@ -156,7 +156,8 @@ class CoreClient:
         self._inboxes: dict[str, _Inbox] = {}
         self._calls: dict[int, tuple[_Lane, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
-        self._closing = False
+        self.closing = False
+        """Whether the cores were told to end."""
         loop = asyncio.get_running_loop()
         self._readers = []
         for core in self._cores:
@@ -200,6 +201,14 @@ class CoreClient:
             if isinstance(answer, BaseException) and (lane.core.dead or not lane.lost):
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]  # of those that are left
+
+    async def call_each(self, method: str, **args: Any) -> list[Any]:
+        asked = (self._call(lane, method, args) for lane in self._alive())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+                raise answer
+        return list(answers)
 
     async def call_one(self, method: str, **args: Any) -> Any:
         return await self._call(self._alive()[0], method, args)
@@ -256,9 +265,9 @@ class CoreClient:
 
     async def shutdown(self, *, drain: bool = True) -> None:
         """Ends the cores, after their running requests when `drain`. Safe to call twice."""
-        if self._closing:
+        if self.closing:
             return
-        self._closing = True
+        self.closing = True
         for core in self._cores:
             core.expect_exit()
         for lane in self._lanes:
@@ -272,7 +281,7 @@ class CoreClient:
 
     # -- plumbing
 
-    async def _read(self, core: CoreProcess, receiver: zmq.asyncio.Socket) -> None:
+    async def _read(self, core: CoreHandle, receiver: zmq.asyncio.Socket) -> None:
         lanes = [lane for lane in self._lanes if lane.core is core]
         while True:
             message = messages.decode_from_core(await receiver.recv())
@@ -296,7 +305,7 @@ class CoreClient:
                 core.note_failure(message.message)
                 self._died(core, core.dead or "")
 
-    def _lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
+    def _lost(self, core: CoreHandle, message: messages.GroupsLost) -> None:
         """Groups of a core are gone: their requests go on at those that are left."""
         gone = [lane for lane in self._lanes if lane.core is core and lane.group in message.groups]
         for lane in gone:
@@ -326,7 +335,7 @@ class CoreClient:
         inbox.enter(number, self._router.loads[number])
         self._lanes[number].send(request)
 
-    def _died(self, core: CoreProcess, cause: str) -> None:
+    def _died(self, core: CoreHandle, cause: str) -> None:
         for inbox in self._inboxes.values():
             if self._lanes[inbox.lane].core is core:
                 inbox.fail(cause)

@@ -85,6 +85,13 @@ class EngineClient(Protocol):
     async def call(self, method: str, **args: Any) -> list[Any]:
         """Control call to every scheduler, an answer of each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""
 
+    async def call_each(self, method: str, **args: Any) -> list[Any]:
+        """As `call`, where an answer counts though others die: in the place of theirs is their `EngineDeadError`.
+
+        Raises:
+            EngineDeadError: none was left to ask.
+        """
+
     async def call_one(self, method: str, **args: Any) -> Any:
         """The same to one scheduler, always the same one as long as it lives."""
 

@@ -1,14 +1,10 @@
-"""An engine core as its parent sees it: addresses, status board, readiness, death."""
+"""An engine core as its parent sees it."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +12,15 @@ from typing import Any
 import zmq
 
 from moe_engine.engine import messages
+from moe_engine.engine.core_handle import CoreHandle, start_error
 from moe_engine.engine.held_child import HeldChild
+from moe_engine.engine.known_address import bound_address, host_of
 from moe_engine.engine.process import ChildProcess
 from moe_engine.engine.rank_options import RankGroupOptions
+from moe_engine.engine.rank_world import own_address_towards
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
-from moe_engine.errors import ConfigError, EngineDeadError
+from moe_engine.errors import EngineDeadError
 from moe_engine.models import registry
 
 logger = logging.getLogger("moe_engine")
@@ -35,7 +34,8 @@ HELD_SECONDS = 5.0
 class CoreSpec:
     """All a core process needs; travels as a pickle. `config` is the resolved configuration.
 
-    The addresses are of attention group 0; the cores of other groups on this node add their number.
+    The addresses are of attention group 0; the cores of other groups on this node add their number, or take a free port
+    each where the front end is on another node.
     """
 
     config: Any
@@ -55,42 +55,51 @@ class CoreSpec:
     def board_of(self, group: int) -> Path:
         return self.board_path.with_name(f"board-{group}") if group else self.board_path
 
-    def to_core_of(self, group: int) -> str:
-        return f"{self.to_core_address}-{group}" if group else self.to_core_address
+    def to_core_of(self, group: int | str) -> str:
+        """Of a group's core; of the process above them under a name."""
+        shared = group == 0 or self.to_core_address.endswith(":*")
+        return self.to_core_address if shared else f"{self.to_core_address}-{group}"
 
 
-class CoreProcess:
+class CoreProcess(CoreHandle):
     """Starts a core and watches it.
 
-    `dead` is None or a sentence that names the process and why it serves no more: what it said itself before it went,
-    or how it ended. It never changes, so that all requests of a core get the same one.
+    Args:
+        front: where a front end on another node listens for what the core sends; None where it is this process.
     """
 
-    def __init__(self, config: Any, *, name: str = "engine core", ranks: RankGroupOptions | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        name: str = "engine core",
+        ranks: RankGroupOptions | None = None,
+        front: str | None = None,
+    ) -> None:
+        super().__init__(name)
         self._folder = RunFolder()
         folder = self._folder.path
-        self.from_core: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        """Bound; what the cores of all groups send."""
-        self.from_core.setsockopt(zmq.RCVHWM, 0)
-        from_core_address = f"ipc://{folder}/from-core"
-        self.from_core.bind(from_core_address)
-        ready_address = f"ipc://{folder}/ready"
-        self.dead: str | None = None
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._killed_for = ""
-        self._expected = False
-        self._lock = threading.Lock()
-        self._listeners: list[tuple[Callable[[str], None], asyncio.AbstractEventLoop]] = []
-        self._ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self.control_address = ""
+        """Where ranks on other nodes join, once the core listens there."""
+        self._ready = context.socket(zmq.PULL)
+        ready_address = f"ipc://{folder}/ready"
         self._ready.bind(ready_address)
-        front_address = ""
-        if ranks is not None and ranks.leader_address is not None:
-            self.from_core.bind(ranks.leader_bind("*"))
-            bound: str = self.from_core.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
-            front_address = ranks.leader_advertised(bound)
+        to_core, from_core, front_address = f"ipc://{folder}/to-core", f"ipc://{folder}/from-core", front or ""
+        self.from_core = context.socket(zmq.PULL)
+        self.from_core.setsockopt(zmq.RCVHWM, 0)
+        if front is not None:
+            to_core, from_core = f"tcp://{own_address_towards(host_of(front))}:*", front
+        else:
+            self.from_core.bind(from_core)
+            if ranks is not None and ranks.leader_address is not None:
+                self.from_core.bind(ranks.leader_bind("*"))
+                front_address = ranks.leader_advertised(bound_address(self.from_core))
         spec = CoreSpec(
             config,
-            f"ipc://{folder}/to-core",
-            from_core_address,
+            to_core,
+            from_core,
             ready_address,
             folder / "board",
             outside_models=registry.added(),
@@ -101,7 +110,6 @@ class CoreProcess:
         num_groups = ranks.num_groups if ranks is not None else 1
         self.boards = [StatusBoard(spec.board_of(group), create=True) for group in range(num_groups)]
         self.to_core_addresses = [spec.to_core_of(0)]
-        """Of all groups' cores, once they are ready."""
         self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
         self._held = HeldChild(self._child)
 
@@ -109,28 +117,10 @@ class CoreProcess:
     def pid(self) -> int:
         return self._child.pid
 
-    def wait_ready(self) -> dict[str, Any]:
-        """Blocks until the core serves; returns its facts. Raises as `poll_ready`."""
-        while (facts := self.poll_ready()) is None:
-            pass
-        return facts
-
     def poll_ready(self, seconds: float = 0.05) -> dict[str, Any] | None:
-        """The core's facts once it serves; None if it does not within `seconds`.
-
-        Raises:
-            ConfigError: the core refused the configuration or the checkpoint, with its message.
-            EngineDeadError: the core failed, died or is held by a signal, with what it said.
-        """
         try:
             if self._ready.poll(int(seconds * 1000)):
-                message = messages.decode_from_core(self._ready.recv())
-                if isinstance(message, messages.CoreReady):
-                    self._ready.close(0)
-                    self.to_core_addresses = message.info["core_addresses"]
-                    return message.info
-                assert isinstance(message, messages.CoreFailed)
-                raise self._failed_start(message)
+                return self._take(messages.decode_from_core(self._ready.recv()))
             if self.dead and not self._ready.poll(0):
                 self._cleanup()
                 raise EngineDeadError(f"{self.dead} while starting; its last lines above say why")
@@ -144,37 +134,25 @@ class CoreProcess:
             raise
         return None
 
-    def _failed_start(self, failure: messages.CoreFailed) -> ConfigError | EngineDeadError:
-        """What to raise for a core that said why it cannot serve; it has ended then."""
+    def _take(self, message: messages.FromCore) -> dict[str, Any] | None:
+        """The facts of a core that is ready; raises for one that has said why it cannot be, and has ended then."""
+        if isinstance(message, messages.CoreListens):
+            self.control_address = message.address
+            return None
+        if isinstance(message, messages.CoreReady):
+            self._ready.close(0)
+            self.to_core_addresses = message.info["core_addresses"]
+            return message.info
+        assert isinstance(message, messages.CoreFailed)
         self.expect_exit()
         self.stop(5.0)
-        if failure.error == "ConfigError":
-            return ConfigError(failure.message)
-        if failure.traceback:
-            logger.error("%s", failure.traceback)
-        return EngineDeadError(failure.message)
-
-    def on_death(self, listener: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
-        """Calls `listener(cause)` on `loop` when the core dies, at once if it has already."""
-        with self._lock:
-            self._listeners.append((listener, loop))
-            dead = self.dead
-        if dead:
-            loop.call_soon(listener, dead)
-
-    def note_failure(self, message: str) -> None:
-        """The core said why it goes."""
-        with self._lock:
-            self.dead = self.dead or f"{self._child.name} (pid {self.pid}) failed: {message}"
+        if message.traceback:
+            logger.error("%s", message.traceback)
+        raise start_error(message)
 
     def kill(self, reason: str) -> None:
-        """Ends a core that does not move any more; whoever waits on it gets the reason."""
         self._killed_for = reason
         self._child.kill()
-
-    def expect_exit(self) -> None:
-        """The core was told to end: its exit is no failure."""
-        self._expected = True
 
     def stop(self, grace: float) -> None:
         self._child.stop(grace)
@@ -182,15 +160,10 @@ class CoreProcess:
 
     def _exited(self, how: str) -> None:
         time.sleep(0.1)  # lets a last CoreFailed message arrive
-        with self._lock:
-            ended = f"{how}: {self._killed_for}" if self._killed_for else how
-            cause = self.dead = self.dead or ended
-            listeners = list(self._listeners)
+        ended = f"{how}: {self._killed_for}" if self._killed_for else how
         if not self._expected:
             logger.error("%s", ended)
-        for listener, loop in listeners:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
-                loop.call_soon_threadsafe(listener, cause)
+        self._died(ended)
 
     def _cleanup(self) -> None:
         self.from_core.close(0)

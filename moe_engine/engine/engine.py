@@ -20,7 +20,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.launch_plan import prepare
 from moe_engine.engine.client import CoreClient
 from moe_engine.engine.client_api import EngineInfo, Health
-from moe_engine.engine.core_process import CoreProcess
+from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.frontend import Frontend
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
@@ -232,7 +232,7 @@ async def _next(chunks: Any) -> Any:
     return await anext(chunks, _END)
 
 
-def _end(cores: Sequence[CoreProcess], loop: asyncio.AbstractEventLoop, pid: int) -> None:
+def _end(cores: Sequence[CoreHandle], loop: asyncio.AbstractEventLoop, pid: int) -> None:
     """For an engine that nobody shut down and nobody can reach any more, and at the end of the program.
 
     Nothing can be awaited here: this may run in the very thread that carries `loop`.

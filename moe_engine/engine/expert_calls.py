@@ -3,7 +3,8 @@
     call                 answer
     expert_start         {} when every rank records, or an error
     expert_stop          {}
-    expert_take          {"parts": [...]}: what was recorded, which is forgotten here
+    expert_take          {"parts": [...]}: what was recorded, which is forgotten here; {"parts": [], "lost": sentence}
+                         where a rank was lost meanwhile, and with it what others had answered
     expert_write         {"paths": [...]}: the files that hold the argument `parts`, of all cores
     expert_snapshot      {"view": {...}}: the live view, summed over the ranks; None where nothing can be recorded
 
@@ -15,13 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.parallel.recording.snapshots import sum_snapshots
-
-if TYPE_CHECKING:
-    from moe_engine.parallel.recording.merge import DumpWriter
 
 NOT_RECORDED = (
     "expert recording is off: start the server with --expert-distribution-recorder-mode stat (or per_pass, per_token), "
@@ -52,11 +50,10 @@ class ExpertCalls:
         self._ranks = ranks
         self._directory = directory
         self._thread = ThreadPoolExecutor(1, "expert-calls")
-        self._writer: DumpWriter | None = None
         # method -> what the ranks are asked, and what becomes of their answers
         self._known: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]]]] = {
-            "expert_start": ("start_experts", self._started),
-            "expert_stop": ("stop_experts", self._stopped),
+            "expert_start": ("start_experts", self._told),
+            "expert_stop": ("stop_experts", self._told),
             "expert_take": ("dump_experts", self._taken),
             "expert_snapshot": ("view_experts", self._viewed),
         }
@@ -70,14 +67,10 @@ class ExpertCalls:
         if method not in self._known:
             return None
         ask, finish = self._known[method]
-        return self._thread.submit(_finish, self._ranks.call_all(ask), finish)
+        failed: dict[str, Any] = {"parts": []} if method == "expert_take" else {}
+        return self._thread.submit(_finish, self._ranks.call_all(ask), finish, failed)
 
-    def _started(self, able: list[bool]) -> dict[str, Any]:
-        if self._writer is not None:
-            self._writer.forget()
-        return {} if all(able) else OFF
-
-    def _stopped(self, able: list[bool]) -> dict[str, Any]:
+    def _told(self, able: list[bool]) -> dict[str, Any]:
         return {} if all(able) else OFF
 
     def _taken(self, of_ranks: list[Any]) -> dict[str, Any]:
@@ -91,18 +84,19 @@ class ExpertCalls:
         return {"parts": ([sum_counts(counts)] if counts else []) + others}
 
     def _written(self, parts: list[Any]) -> dict[str, Any]:
-        from moe_engine.parallel.recording.merge import DumpWriter
+        from moe_engine.parallel.recording.merge import write_parts
 
-        if self._writer is None:
-            self._writer = DumpWriter(self._directory)
-        return {"paths": [str(path) for path in self._writer.write(parts)]}
+        return {"paths": [str(path) for path in write_parts(self._directory, parts)]}
 
     def _viewed(self, of_ranks: list[Any]) -> dict[str, Any]:
         return {"view": sum_snapshots(of_ranks)}
 
 
-def _finish(asked: Future[list[Any]], finish: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
+def _finish(
+    asked: Future[list[Any]], finish: Callable[[list[Any]], dict[str, Any]], failed: Mapping[str, Any] = NO_ARGUMENTS
+) -> dict[str, Any]:
+    """Args: failed: what a failure answers all the same; the reason is then called a loss, as no new try mends it."""
     try:
         return finish(asked.result())
     except MoeEngineError as error:
-        return {"error": str(error)}
+        return {**failed, "lost" if failed else "error": str(error)}

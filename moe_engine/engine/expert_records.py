@@ -1,13 +1,28 @@
-"""The front end's way to record experts, over one core or several (see `expert_calls`)."""
+"""The front end's way to record experts, over one core or several (see `expert_calls`).
+
+What cores have handed over for a dump stays here until a file holds it: a core that dies between the two takes none of
+it away, as any other can write.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.engine.client_api import EngineClient
-from moe_engine.errors import InputError
+from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.parallel.recording.replicas import align_passes
 from moe_engine.parallel.recording.snapshots import sum_snapshots
+
+
+@dataclass(frozen=True)
+class Dump:
+    """`paths`: the files written, one for all cores or one for each rank. `lost`: a sentence for each process that died
+    since the last dump, whose records are in none of them."""
+
+    paths: list[str]
+    lost: list[str]
 
 
 class ExpertRecords:
@@ -15,25 +30,55 @@ class ExpertRecords:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
+        self._unwritten: list[dict[str, Any]] = []
+        """Counts that cores have handed over and forgotten."""
+        self._told: set[str] = set()
+        """Losses that a dump has named, or that were there before the recording."""
+        self._dumping = asyncio.Lock()
 
     async def start(self) -> None:
         """Raises InputError: nothing can be recorded on this server."""
         await self._call("expert_start", status=400)
+        self._unwritten, self._told = [], set(self._losses())
 
     async def stop(self) -> None:
         """Raises InputError: nothing can be recorded on this server."""
         await self._call("expert_stop", status=400)
 
-    async def dump(self) -> list[str]:
-        """The files written: one for all cores, or one for each rank.
-
+    async def dump(self) -> Dump:
+        """
         Raises:
             InputError: 400 if nothing can be recorded; 500 if a file could not be written, and then nothing was lost.
+            EngineDeadError: nobody is left to write.
         """
-        taken = await self._call("expert_take", status=500)
-        parts = align_passes([answer["parts"] for answer in taken])
-        written = _unless_refused([await self._client.call_one("expert_write", parts=parts)], status=500)
-        return list(written[0]["paths"])
+        async with self._dumping:
+            answers = await self._client.call_each("expert_take")
+            lost = [answer["lost"] for answer in answers if isinstance(answer, dict) and "lost" in answer]
+            taken = [answer for answer in answers if isinstance(answer, dict) and "parts" in answer]
+            parts = align_passes([answer["parts"] for answer in taken])
+            self._unwritten += [part for part in parts if "counts" in part]
+            _unless_refused([answer for answer in answers if isinstance(answer, dict)], status=500)
+            others = [part for part in parts if "counts" not in part]  # files of ranks, and why there is none
+            paths = await self._write(self._unwritten + others)
+            self._unwritten = []
+            lost += [loss for loss in self._losses() if loss not in self._told]
+            self._told.update(lost)
+            return Dump(paths, lost)
+
+    async def _write(self, parts: list[dict[str, Any]]) -> list[str]:
+        """By the first scheduler that lives to tell."""
+        cause = ""
+        for _ in self._client.healths():
+            try:
+                written = await self._client.call_one("expert_write", parts=parts)
+            except EngineDeadError as error:
+                cause = str(error)
+                continue
+            return list(_unless_refused([written], status=500)[0]["paths"])
+        raise EngineDeadError(f"{cause}; the dump was not written, and what was recorded is lost")
+
+    def _losses(self) -> list[str]:
+        return list(dict.fromkeys(health.dead for health in self._client.healths() if health.dead))
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The live view; None where nothing can be recorded."""

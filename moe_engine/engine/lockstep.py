@@ -14,6 +14,7 @@ from dataclasses import replace
 import msgspec
 import zmq
 
+from moe_engine.engine.known_address import bound_address
 from moe_engine.types import StepFacts, StepPlan
 
 POLL_MS = 50
@@ -42,7 +43,7 @@ class StepMesh:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address)
-        self.address: str = self.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+        self.address = bound_address(self.socket)
         self._generation = 0
         self._alive = [True] * num_groups
         self._peers: dict[int, zmq.Socket[bytes]] = {}

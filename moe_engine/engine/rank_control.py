@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from moe_engine.engine import rank_messages as messages
+from moe_engine.engine.known_address import bound_address
 from moe_engine.engine.rank_echo import echoing_rank
 from moe_engine.engine.rank_options import RankGroupOptions
 from moe_engine.engine.rank_watch import TICK_SECONDS, RankWatch
@@ -64,6 +65,7 @@ class RankControl:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"--dist-init-addr {options.leader_address}: cannot listen there: {error}") from None
+        self.address = bound_address(self._socket)
         self._peers: set[bytes] = set()
         self._echoes: set[bytes] = set()
         self._pinged = 0.0

@@ -67,10 +67,17 @@ class RankGroup:
             if place.leads and place.node_rank != options.node_rank
         }
         self._control = RankControl(control, options, self.watch, lambda group, values: self._show(group, values))
+        self.address = self._advertised(self._control.address)
+        """Where ranks join."""
         self._sender = PlanSender(plans)
         self._mesh = StepMesh(0, options.num_groups, steps) if options.num_groups > 1 else None
-        self._ranks = LocalRanks(config, options, control, self.watch.died, log_level, spec)
+        self._ranks = LocalRanks(config, options, self.address, self.watch.died, log_level, spec)
         self._worker: RankGroupWorker | None = None
+
+    @property
+    def takes_nodes(self) -> bool:
+        """Whether ranks come from other nodes."""
+        return self._options.leader_address is not None
 
     @property
     def pids(self) -> dict[int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
+import msgspec
 import zmq
 
 from moe_engine.engine import rank_messages as messages
@@ -45,12 +46,14 @@ class RankLink:
         regroup: told, from the link's thread, that ranks were lost and the others go on.
     """
 
+    decode: Callable[[bytes], Any] = staticmethod(messages.decode_to_rank)
+
     def __init__(
         self,
         address: str,
         identity: str,
-        hello: messages.Hello | messages.NodeHere,
-        sign: Callable[[], messages.ToLeader],
+        hello: msgspec.Struct,
+        sign: Callable[[], msgspec.Struct],
         limits: WatchLimits,
         leave: Callable[[str], None],
         run: Callable[[str], Future[Any]] | None = None,
@@ -65,7 +68,7 @@ class RankLink:
         self._leader = f"the leader at {address}"
         self._asked: dict[int, Future[list[Any]]] = {}
         self._ask_ids = itertools.count()
-        self._outbox: queue.SimpleQueue[messages.ToLeader] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
         self._wake = threading.Event()
         self.met = threading.Event()
         """Set when the leader has answered."""
@@ -75,7 +78,7 @@ class RankLink:
         self._thread = threading.Thread(target=self._run, name="rank link", daemon=True)
         self._thread.start()
 
-    def send(self, message: messages.ToLeader) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         self._outbox.put(message)
         self._wake.set()
 
@@ -115,7 +118,7 @@ class RankLink:
             while socket.poll(0):
                 self.met.set()
                 silence.heard()
-                self._take(messages.decode_to_rank(socket.recv()))
+                self._take(self.decode(socket.recv()))
             socket.send(messages.encode(self._sign()))
             self._flush(socket)
             self._wake.wait(BEAT_SECONDS)

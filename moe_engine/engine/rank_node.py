@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.rank_link import RankLink
-from moe_engine.engine.rank_options import RankGroupOptions
+from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
 from moe_engine.engine.rank_process import LocalRanks
 from moe_engine.errors import EngineDeadError
 
@@ -29,6 +29,44 @@ LAST_RANK_SECONDS = 5.0
 LEAVE_SECONDS = 1.0
 
 
+class NodeRanks:
+    """The ranks of a replica on this node, where another node leads it.
+
+    Args:
+        lost: called once, from another thread, when the replica is lost, with the reason.
+
+    Raises:
+        ConfigError: the leader's host is unknown.
+    """
+
+    def __init__(self, config: Any, options: RankGroupOptions, lost: Callable[[str], None], log_level: str) -> None:
+        self._address, host = options.leader_tcp(), socket.gethostname()
+        here = messages.NodeHere(options.node_rank, host, os.getpid())
+
+        def rank_exited(rank: int, how: str) -> None:
+            self.link.send(messages.Died(rank, f"{how} on {host}"))
+
+        self._rank_exited = rank_exited
+        self.link = RankLink(self._address, f"node{options.node_rank}", here, lambda: here, options.limits, lost)
+        self._ranks = LocalRanks(config, options, self._address, rank_exited, log_level)
+
+    @property
+    def returncodes(self) -> list[int | None]:
+        """Of each rank; None for one that runs."""
+        return self._ranks.returncodes
+
+    def poll(self) -> None:
+        """Tells the leader of ranks that a signal holds. To be called often."""
+        self._ranks.find_held(self._rank_exited)
+
+    def kill(self) -> None:
+        self._ranks.kill()
+
+    def close(self) -> None:
+        self._ranks.kill()
+        self.link.close()
+
+
 def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") -> int:
     """Runs the ranks of node `options.node_rank` until the leader ends them; returns this process's exit code.
 
@@ -36,47 +74,45 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
         ConfigError: the leader's host is unknown.
         EngineDeadError: the leader did not answer in time.
     """
-    address, host = options.leader_tcp(), socket.gethostname()
-    here = messages.NodeHere(options.node_rank, host, os.getpid())
-    link: RankLink
-
-    def rank_exited(rank: int, how: str) -> None:
-        link.send(messages.Died(rank, f"{how} on {host}"))
+    ranks: NodeRanks
 
     def leave(reason: str) -> NoReturn:
         logger.error("Node %d leaves: %s", options.node_rank, reason)
         ranks.kill()
         os._exit(1)
 
-    link = RankLink(address, f"node{options.node_rank}", here, lambda: here, options.limits, leave)
-    ranks = LocalRanks(config, options, address, rank_exited, log_level)
+    ranks = NodeRanks(config, options, leave, log_level)
     try:
-        with _first_sigterm_ignored():
-            _wait_for_leader(link, options)
-            _wait_for_ranks(ranks, rank_exited)
+        with first_sigterm_ignored():
+            wait_for_leader(ranks.link, options.node_rank, options.limits)
+            _wait_for_ranks(ranks)
         if any(ranks.returncodes):
             time.sleep(LEAVE_SECONDS)  # the leader says why and `leave` logs it
     finally:
-        ranks.kill()
-        link.close()
+        ranks.close()
     return int(any(ranks.returncodes))
 
 
-def _wait_for_leader(link: RankLink, options: RankGroupOptions) -> None:
-    began, limits = time.monotonic(), options.limits
+def wait_for_leader(link: RankLink, node_rank: int, limits: WatchLimits) -> None:
+    """Until node 0 has answered.
+
+    Raises:
+        EngineDeadError: it did not in time.
+    """
+    began = time.monotonic()
     while not link.met.wait(limits.progress):
         waited = time.monotonic() - began
         if waited > limits.start:
             raise EngineDeadError(
-                f"node {options.node_rank} has waited {waited:.0f} s for the leader (node 0) at {link.address}: "
+                f"node {node_rank} has waited {waited:.0f} s for the leader (node 0) at {link.address}: "
                 "is it started, and is --dist-init-addr its address?"
             )
         logger.info("Waiting for the leader at %s, %.0f of %.0f s", link.address, waited, limits.start)
 
 
-def _wait_for_ranks(ranks: LocalRanks, lost: Callable[[int, str], None]) -> None:
+def _wait_for_ranks(ranks: NodeRanks) -> None:
     while not any(code is not None for code in ranks.returncodes):
-        ranks.find_held(lost)
+        ranks.poll()
         time.sleep(POLL_SECONDS)
     deadline = time.monotonic() + LAST_RANK_SECONDS
     while None in ranks.returncodes and time.monotonic() < deadline:
@@ -84,7 +120,9 @@ def _wait_for_ranks(ranks: LocalRanks, lost: Callable[[int, str], None]) -> None
 
 
 @contextlib.contextmanager
-def _first_sigterm_ignored() -> Iterator[None]:
+def first_sigterm_ignored() -> Iterator[None]:
+    """As the head of this file has it."""
+
     def once(number: int, frame: object) -> None:
         logger.info("SIGTERM: the leader drains and then ends this node; a second one ends it at once")
         signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_engine.engine.known_address import KnownAddress
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.coverage import Coverage
 
@@ -57,7 +57,9 @@ class RankGroupOptions:
         first_group: the number of the first group among those of all replicas; None with a single group in all.
         make_worker: ``make_worker(config, place, progress)`` returns a rank's `worker.Worker`; called in its process
             when torch.distributed is up; picklable by name. Groups it makes should tell `progress.observe`.
+        num_nodes: that the ranks are spread over evenly, from `first_node` on; `node_rank` is this one.
         leader_address: ``host:port`` of rank 0's node, the one address that must be known; None on a single node.
+            With port 0 it is a free one, which rank 0's process tells (`messages.CoreListens`).
         collective_timeout: seconds after which a collective gives up that a rank never entered; a rank that died or
             fell silent is found long before by the watch.
         fingerprint: equal on all nodes that were started with the same flags.
@@ -68,6 +70,7 @@ class RankGroupOptions:
     make_worker: Callable[..., Any]
     num_nodes: int = 1
     node_rank: int = 0
+    first_node: int = 0
     leader_address: str | None = None
     num_groups: int = 1
     first_group: int | None = None
@@ -111,7 +114,7 @@ class RankGroupOptions:
         device = self.device
         if device != "cpu":
             device += f":{self.base_device + self.device_step * local}"
-        return RankPlace(rank, self.size, name, node, local, group, not follows, device)
+        return RankPlace(rank, self.size, name, self.first_node + node, local, group, not follows, device)
 
     def leader_of(self, group: int) -> int:
         """The rank whose process schedules for a group."""
@@ -123,27 +126,21 @@ class RankGroupOptions:
 
     @property
     def leader_host(self) -> str:
-        return self.leader_address.rpartition(":")[0].strip("[]") if self.leader_address else "127.0.0.1"
+        return self._leader.host if self.leader_address else "127.0.0.1"
 
     def leader_bind(self, port: str | None = None) -> str:
-        """Where rank 0 listens, as `leader_tcp`; on every interface where its own name means the machine itself to it
-        (Debian's ``127.0.1.1 node0`` in /etc/hosts)."""
-        scheme, _, rest = self.leader_tcp(port).partition("//")
-        return f"{scheme}//*:{rest.rpartition(':')[2]}" if rest.startswith("127.") else f"{scheme}//{rest}"
+        """Where rank 0 listens: `KnownAddress.bind`."""
+        return self._leader.bind(port)
 
     def leader_advertised(self, bound: str) -> str:
         """What others call an address that rank 0 has bound by `leader_bind`."""
-        return f"tcp://{self.leader_host}:{bound.rpartition(':')[2]}"
+        return self._leader.advertised(bound)
 
     def leader_tcp(self, port: str | None = None) -> str:
-        """``tcp://IP:PORT`` of the leader's control channel, or another `port` of its node.
+        """``tcp://IP:PORT`` of the leader's control channel: `KnownAddress.tcp`."""
+        return self._leader.tcp(port)
 
-        Raises:
-            ConfigError: the host cannot be resolved.
-        """
+    @property
+    def _leader(self) -> KnownAddress:
         assert self.leader_address is not None
-        try:
-            ip = socket.gethostbyname(self.leader_host)
-        except OSError as error:
-            raise ConfigError(f"--dist-init-addr {self.leader_address}: unknown host: {error}") from None
-        return f"tcp://{ip}:{port or self.leader_address.rpartition(':')[2]}"
+        return KnownAddress(self.leader_address)

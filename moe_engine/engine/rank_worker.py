@@ -22,18 +22,27 @@ COLLECTIVE_SECONDS = 300.0
 
 
 def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOptions | None:
-    """The ranks of one replica; None where it is a single process."""
-    plan = config.parallel
+    """The ranks of one replica; None where it is a single process.
+
+    Where several replicas lie on several nodes each, only the start of the leader's node knows its address
+    (`node_desk`): `leader_address` is that of node 0, with any port.
+    """
+    plan, flags = config.parallel, config.args.parallel
     topology = plan.topology
     if topology.tp_size == 1 and plan.num_replicas == 1:
         return None
     groups = topology.attn_dp_size
+    first_local = replica * topology.tp_size % plan.ranks_per_node
+    leader = plan.leader_address if topology.num_nodes > 1 else None
+    if leader is not None and plan.num_replicas > 1:
+        leader = f"{leader.rpartition(':')[0]}:0"
     return RankGroupOptions(
         topology.tp_size,
         sharded_worker,
         num_nodes=topology.num_nodes,
         node_rank=plan.node_rank,
-        leader_address=plan.leader_address,
+        first_node=plan.nodes_of(replica)[0],
+        leader_address=leader,
         num_groups=groups,
         first_group=replica * groups if plan.num_groups > 1 else None,
         backend="gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
@@ -42,8 +51,8 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
         fingerprint=fingerprint(config),
         coverage=plan.coverage,
         device=config.device,
-        base_device=config.args.parallel.base_gpu_id + config.args.parallel.gpu_id_step * replica * topology.tp_size,
-        device_step=config.args.parallel.gpu_id_step,
+        base_device=flags.base_gpu_id + flags.gpu_id_step * first_local,
+        device_step=flags.gpu_id_step,
     )
 
 
@@ -52,6 +61,8 @@ def fingerprint(config: ResolvedConfig) -> str:
     plan = config.parallel
     shared = (
         plan.topology,
+        plan.num_replicas,
+        plan.num_nodes,
         plan.coverage,
         plan.dispatch.row.name if plan.dispatch is not None else "",
         config.model.architecture,

@@ -11,10 +11,15 @@ import msgspec
 
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine.client_api import EngineInfo
+from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.frontend import FrontendSettings
-from moe_engine.engine.rank_worker import rank_group_options
+from moe_engine.engine.node_desk import NodeDesk
+from moe_engine.engine.rank_worker import fingerprint, rank_group_options
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+ROOM = ("max_total_num_tokens", "max_req_input_len", "max_running_requests", "context_len")
+"""Facts that memory decides."""
 
 
 def engine_info(facts: dict[str, Any]) -> EngineInfo:
@@ -23,24 +28,41 @@ def engine_info(facts: dict[str, Any]) -> EngineInfo:
     return msgspec.convert({key: value for key, value in facts.items() if key in known}, EngineInfo)
 
 
-def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
-    """Starts the core process of each replica and returns at once; `wait_ready` tells when one serves."""
-    replicas = config.parallel.num_replicas
-    names = ["engine core"] if replicas == 1 else [f"engine core DP{i}" for i in range(replicas)]
-    return [CoreProcess(config, name=name, ranks=rank_group_options(config, i)) for i, name in enumerate(names)]
+def start_cores(config: ResolvedConfig) -> list[CoreHandle]:
+    """Starts the core process of each replica and returns at once; `wait_ready` tells when one serves.
+
+    Raises:
+        ConfigError: the address where other nodes are to come cannot be bound.
+    """
+    plan = config.parallel
+    if plan.num_replicas == 1:
+        return [CoreProcess(config, ranks=rank_group_options(config))]
+    desk = NodeDesk(plan, fingerprint(config)) if plan.num_nodes > 1 else None
+    cores: list[CoreHandle] = []
+    for i in range(plan.num_replicas):
+        if desk is not None and plan.nodes_of(i)[0] != plan.node_rank:
+            cores.append(desk.core(i))
+        else:
+            cores.append(CoreProcess(config, name=f"engine core DP{i}", ranks=rank_group_options(config, i)))
+    if desk is not None:
+        desk.open(cores)
+    return cores
 
 
-def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
-    """Blocks until all serve; their facts are alike. Raises as `CoreProcess.poll_ready`, whichever fails first."""
-    facts: dict[int, dict[str, Any]] = {}
-    while len(facts) < len(cores):
+def wait_ready(cores: Sequence[CoreHandle]) -> EngineInfo:
+    """Blocks until all serve. Their facts are alike, but that nodes may have room for unlike numbers of tokens: then
+    what fits all of them counts. Raises as `CoreHandle.poll_ready`, whichever fails first."""
+    found: dict[int, dict[str, Any]] = {}
+    while len(found) < len(cores):
         for i, core in enumerate(cores):
-            if i not in facts and (found := core.poll_ready()) is not None:
-                facts[i] = found
-    return engine_info(facts[0])
+            if i not in found and (facts := core.poll_ready()) is not None:
+                found[i] = facts
+    infos = [engine_info(facts) for facts in found.values()]
+    room = {name: min(getattr(info, name) for info in infos) for name in ROOM}
+    return dataclasses.replace(infos[0], **room)
 
 
-def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
+def stop_cores(cores: Sequence[CoreHandle], grace: float = 0.0) -> None:
     """Ends what still runs of them."""
     for core in cores:
         core.expect_exit()

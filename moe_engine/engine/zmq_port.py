@@ -5,6 +5,7 @@ from __future__ import annotations
 import zmq
 
 from moe_engine.engine import messages
+from moe_engine.engine.known_address import bound_address
 
 
 class ZmqPort:
@@ -20,7 +21,7 @@ class ZmqPort:
         self._in = context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
         self._in.bind(to_core_address)
-        self.address: str = self._in.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+        self.address = bound_address(self._in)
         self._poller = zmq.Poller()
         for socket in (self._in,) if wake is None else (self._in, wake):
             self._poller.register(socket, zmq.POLLIN)

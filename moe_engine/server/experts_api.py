@@ -28,9 +28,10 @@ class ExpertsApi:
         return _said("Stop recording expert distribution.")
 
     async def dump(self, request: Request) -> Response:
-        """Where to is the operator's choice alone; the log names the files."""
-        await self._records.dump()
-        return _said("Dump expert distribution record.")
+        """Where to is the operator's choice alone; the log names the files. Says what is in none of them."""
+        dump = await self._records.dump()
+        lost = [f"Without the records of what was lost: {loss}" for loss in dump.lost]
+        return _said("\n".join(["Dump expert distribution record.", *lost]))
 
     async def page(self, request: Request) -> Response:
         headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}

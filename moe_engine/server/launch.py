@@ -21,7 +21,7 @@ from moe_engine.config import explain
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.launch_plan import place_in_cluster, prepare
 from moe_engine.config.resolve import ResolvedConfig
-from moe_engine.engine.core_process import CoreProcess
+from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.errors import ConfigError
 from moe_engine.server.listen import bind, url_host
@@ -54,7 +54,7 @@ def serve(args: EngineArgs) -> int:
     if config.parallel.local_rank or config.parallel.node_rank:
         return _serve_node(config)
     sock = bind(config.server.host, config.server.port)
-    cores: list[CoreProcess] = []
+    cores: list[CoreHandle] = []
     try:
         cores = start_cores(config)
         for line in explain.start_lines(config):
@@ -72,7 +72,8 @@ def serve(args: EngineArgs) -> int:
 
 
 def _serve_node(config: ResolvedConfig) -> int:
-    """The ranks of a node without the HTTP server, until node 0 ends them."""
+    """What a node without the HTTP server runs, until node 0 ends it."""
+    from moe_engine.engine.node_agent import NodeAgent
     from moe_engine.engine.rank_node import run_node
     from moe_engine.engine.rank_worker import rank_group_options
 
@@ -85,12 +86,14 @@ def _serve_node(config: ResolvedConfig) -> int:
         raise ConfigError(f"--node-rank {plan.node_rank}: one rank needs one node")
     for line in explain.start_lines(config):
         logger.info("%s", line)
+    if plan.num_replicas > 1:
+        return NodeAgent(config).run()
     return run_node(config, options, config.logging.log_level)
 
 
 async def _serve(
     config: ResolvedConfig,
-    cores: list[CoreProcess],
+    cores: list[CoreHandle],
     info: EngineInfo,
     tokenizer: Tokenizer | None,
     sock: socket.socket,
@@ -110,7 +113,7 @@ async def _serve(
     def replica_died(cause: str) -> None:
         if client.cause_of_death() is not None:
             switch.stop_after(DEAD_ENGINE_GRACE_SECONDS)
-        else:
+        elif not client.closing:
             logger.error("Serving goes on with the other replicas")
 
     for core in cores:

@@ -48,7 +48,7 @@ class ExpertControl:
         return self._recorder is not None
 
     def dump_part(self) -> dict[str, Any] | None:
-        """This rank's part, for `merge.DumpWriter`; None where it has none."""
+        """This rank's part, for `merge.write_parts`; None where it has none."""
         return None if self._recorder is None else self._recorder.dump_part()
 
     def snapshot(self) -> dict[str, Any] | None:

@@ -71,37 +71,24 @@ def sum_parts(parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-class DumpWriter:
-    """Writes the dumps of a server. Counts that could not be written stay here and are part of the next dump.
+def write_parts(directory: Path, parts: Sequence[Part | None]) -> list[Path]:
+    """Writes what the ranks had recorded; returns the files, those that ranks wrote themselves included.
 
     Args:
         directory: the operator's; made if it is not there.
+
+    Raises:
+        RecordingError: the file, or some rank's, could not be written. Whoever has the parts keeps their counts and
+            hands them in again with the next ones.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._unwritten: list[Part] = []
-
-    def forget(self) -> None:
-        """Recording starts anew: what could not be written is of no use any more."""
-        self._unwritten = []
-
-    def write(self, parts: Sequence[Part | None]) -> list[Path]:
-        """Writes what the ranks had recorded; returns the files, those that ranks wrote themselves included.
-
-        Raises:
-            RecordingError: the file, or some rank's, could not be written. Nothing was lost: dump again.
-        """
-        counted = [part for part in parts if part is not None]
-        paths = [Path(part["path"]) for part in counted if "path" in part]
-        sums = self._unwritten + [part for part in counted if "counts" in part]
-        if sums:
-            self._unwritten = sums
-            paths.append(write_dump(self._directory, sum_parts(sums), rank=None))
-            self._unwritten = []
-        for path in paths:
-            logger.info("wrote the expert distribution to %s", path)
-        errors = [f"rank {part['rank']}: {part['error']}" for part in counted if "error" in part]
-        if errors:
-            raise RecordingError("; ".join(errors))
-        return paths
+    found = [part for part in parts if part is not None]
+    paths = [Path(part["path"]) for part in found if "path" in part]
+    counts = [part for part in found if "counts" in part]
+    if counts:
+        paths.append(write_dump(directory, sum_parts(counts), rank=None))
+    for path in paths:
+        logger.info("wrote the expert distribution to %s", path)
+    errors = [f"rank {part['rank']}: {part['error']}" for part in found if "error" in part]
+    if errors:
+        raise RecordingError("; ".join(errors))
+    return paths

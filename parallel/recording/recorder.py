@@ -102,7 +102,7 @@ class ExpertRecorder:
         """This rank's part of a dump, which is forgotten here; goes on recording if it was.
 
         Returns:
-            Plain values for `merge.DumpWriter`: of stat and stat_approx the counts; of the other modes, whose records
+            Plain values for `merge.write_parts`: of stat and stat_approx the counts; of the other modes, whose records
             are large, the ``path`` of the file that this rank wrote, or the ``error`` that kept it from doing so
             (nothing is then forgotten). None where another rank counts the same tokens.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.types import NewRow, SamplingParams, StepPlan
 from moe_engine.worker.expert_setup import moe_layers
 from moe_engine.worker.observed_model import ObservedModel
+from moe_engine.worker.rank_group import RanksChanged
 from moe_engine.worker.worker import Worker
 from tests.models.checkpoints import make_checkpoint
 
@@ -172,3 +174,18 @@ def test_without_the_flag_nothing_is_attached(
     assert view is not None and view.result() == {"view": None}
     assert calls.begin("flush_cache") is None
     worker.close()
+
+
+def test_a_take_that_a_lost_rank_broke_off_is_a_loss_and_no_error(tmp_path: Path) -> None:
+    """Other ranks may have answered already, so asking again would not bring it back."""
+
+    class Losing:
+        def call_all(self, method: str) -> Future[list[Any]]:
+            answer: Future[list[Any]] = Future()
+            answer.set_exception(RanksChanged("DP1 was killed"))
+            return answer
+
+    calls = ExpertCalls(Losing(), tmp_path)
+    found = [calls.begin(method) for method in ("expert_take", "expert_start")]
+    answers = [call.result() for call in found if call is not None]
+    assert answers == [{"parts": [], "lost": "DP1 was killed"}, {"error": "DP1 was killed"}]

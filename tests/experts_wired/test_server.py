@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import httpx
 import pytest
 
 from moe_engine.engine.expert_calls import OFF
+from moe_engine.errors import EngineDeadError
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import get, post
+from tests.server.harness import get, post, talk
+
+DEAD = "engine core DP1 (pid 4242) was killed by SIGKILL"
 
 SAYS = {
     "start": "Start recording expert distribution.\n",
@@ -80,6 +84,82 @@ def test_a_dump_that_cannot_be_written_is_the_servers_trouble() -> None:
     client = RecordingClient(expert_write=[{"error": "/there/x.pt: cannot be written (No space left on device)"}])
     response = post(client, "/dump_expert_distribution_record", b"")
     assert response.status_code == 500 and "No space left" in response.json()["error"]["message"]
+
+
+def dumps(client: RecordingClient, count: int) -> list[httpx.Response]:
+    """So many one after the other, of one server."""
+
+    async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
+        return [await http.post("/dump_expert_distribution_record") for _ in range(count)]
+
+    found: list[httpx.Response] = talk(client, session)
+    return found
+
+
+def part(number: int) -> dict[str, Any]:
+    return {"rank": 0, "pass_ids": [number], "counts": b""}
+
+
+def test_a_core_that_dies_between_take_and_write_loses_nothing() -> None:
+    """Its parts are here already, and another writes them."""
+
+    class Dying(RecordingClient):
+        async def call_one(self, method: str, **args: Any) -> Any:
+            if self.called.count("expert_write") == 0:
+                await self.call(method, **args)
+                raise EngineDeadError(DEAD)
+            return await super().call_one(method, **args)
+
+    client = Dying(expert_take=[{"parts": [part(4)]}, {"parts": [part(7)]}])
+    (response,) = dumps(client, 1)
+    assert (response.status_code, response.text) == (200, SAYS["dump"])
+    assert client.called == ["expert_take", "expert_write", "expert_write"]
+    assert client.arguments["parts"] == [part(7), part(7)]
+
+
+def test_a_dump_that_nobody_is_left_to_write_says_so() -> None:
+    class Dead(RecordingClient):
+        async def call_one(self, method: str, **args: Any) -> Any:
+            raise EngineDeadError(DEAD)
+
+    (response,) = dumps(Dead(), 1)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"].endswith(
+        f"{DEAD}; the dump was not written, and what was recorded is lost"
+    )
+
+
+def test_what_could_not_be_written_is_in_the_next_dump_until_recording_begins_anew() -> None:
+    client = RecordingClient(expert_take=[{"parts": [part(4)]}], expert_write=[{"error": "no room"}])
+    assert [response.status_code for response in dumps(client, 2)] == [500, 500]
+    assert client.arguments["parts"] == [part(4), part(4)]
+
+    async def anew(http: httpx.AsyncClient) -> None:
+        for verb in ("dump", "start", "dump"):
+            await http.post(f"/{verb}_expert_distribution_record")
+
+    talk(client, anew)
+    assert client.arguments["parts"] == [part(4)]
+
+
+def test_a_dump_says_what_it_lacks_once() -> None:
+    """A replica died before it answered, another's ranks changed while they did."""
+
+    class Losing(RecordingClient):
+        async def call_each(self, method: str, **args: Any) -> list[Any]:
+            first = (await self.call(method))[0]
+            self.lost = [dataclasses.replace(self.board, alive=False, dead=DEAD)]
+            return [first, EngineDeadError(DEAD), {"parts": [], "lost": "ranks were lost meanwhile"}]
+
+        def healths(self) -> list[Any]:
+            return [self.board, *getattr(self, "lost", [])]
+
+    client = Losing(expert_take=[{"parts": [part(4)]}])
+    first, second = dumps(client, 2)
+    without = "Without the records of what was lost: "
+    assert first.status_code == 200
+    assert first.text == f"{SAYS['dump']}{without}ranks were lost meanwhile\n{without}{DEAD}\n"
+    assert DEAD not in second.text and client.arguments["parts"] == [part(4)]
 
 
 def test_the_live_page_and_its_data() -> None:

@@ -193,6 +193,22 @@ def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_answers_count_though_another_scheduler_dies_meanwhile(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+            call = asyncio.create_task(client.call_each("expert_take"))
+            await second.got(0)
+            first.send(messages.Reply(id=(await first.got(0)).id, value={"parts": []}))
+            second.die("core1 was killed by SIGKILL")
+            answer, error = await call
+            assert answer == {"parts": []} and str(error) == "core1 was killed by SIGKILL"
+            first.die("core0 was killed, too")
+            with pytest.raises(EngineDeadError, match=r"core0 was killed, too"):
+                await client.call_each("expert_take")
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_aborts_where_its_request_is(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):

@@ -22,7 +22,7 @@ from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
 from moe_engine.parallel.placement.sources import from_any
 from moe_engine.parallel.recording.config import RecorderConfig
-from moe_engine.parallel.recording.merge import DumpWriter
+from moe_engine.parallel.recording.merge import write_parts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
@@ -41,7 +41,7 @@ def record(folder: Path, mode: str, passes: list[torch.Tensor], rank: int = 0, f
         for layer in (1, 2):
             recorder.on_select(layer, ids)
         recorder.end_pass()
-    (path,) = DumpWriter(folder).write([recorder.dump_part()])
+    (path,) = write_parts(folder, [recorder.dump_part()])
     return str(path)
 
 

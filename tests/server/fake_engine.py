@@ -124,6 +124,9 @@ class FakeClient:
             return [self.idle]
         return self.state if isinstance(self.state, list) else [self.state]
 
+    async def call_each(self, method: str, **args: Any) -> list[Any]:
+        return await self.call(method, **args)
+
     async def call_one(self, method: str, **args: Any) -> Any:
         return (await self.call(method, **args))[0]
 
