@@ -91,7 +91,8 @@ def test_two_killed_at_once_while_experts_move(
     expected = alone(checkpoint, streams)
     flags = {"moe_a2a_backend": "shared_memory", "page_size": 4}
     flags |= {"enable_eplb": True, "eplb_rebalance_num_iterations": 3}
-    flags |= {"expert_distribution_recorder_mode": "stat", "expert_balancedness_report_mode": "metrics"}
+    flags |= {"expert_distribution_recorder_mode": "stat", "expert_balancedness_report_mode": "prometheus"}
+    flags |= {"expert_distribution_recorder_buffer_size": -1}
     monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path))
     with struck(checkpoint, 4, NUM_EXPERTS, **flags) as running:
         for stream in streams:
