@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import checkpoints, report
 from benchmarks.stats import median
 from moe_engine import Engine
-from moe_engine.engine.lockstep import Lockstep, StepMesh
+from moe_engine.engine.ranks.lockstep import Lockstep, StepMesh
 from moe_engine.types import StepFacts, StepPlan
 
 FORMS: dict[str, dict[str, Any]] = {

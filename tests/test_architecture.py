@@ -63,8 +63,8 @@ READS_ENVIRONMENT = {
     "moe_engine/config/doctor.py",
     "moe_engine/config/launch_plan.py",
     "moe_engine/engine/core_main.py",
-    "moe_engine/engine/rank_main.py",
-    "moe_engine/engine/rank_world.py",
+    "moe_engine/engine/ranks/main.py",
+    "moe_engine/engine/ranks/world.py",
 }
 
 

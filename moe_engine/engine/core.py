@@ -19,7 +19,7 @@ import msgspec
 
 from moe_engine.engine import messages
 from moe_engine.engine.expert_calls import ExpertCalls
-from moe_engine.engine.lockstep import Lockstep
+from moe_engine.engine.ranks.lockstep import Lockstep
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError, InputError

@@ -25,8 +25,8 @@ from moe_engine.engine.core import EngineCore
 from moe_engine.engine.core_process import CoreSpec
 from moe_engine.engine.core_setup import core_info, make_core, make_worker
 from moe_engine.engine.process import read_spec
-from moe_engine.engine.rank_hub import RankHub
-from moe_engine.engine.rank_leader import RankGroup
+from moe_engine.engine.ranks.hub import RankHub
+from moe_engine.engine.ranks.leader import RankGroup
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_port import ZmqPort
 from moe_engine.errors import ConfigError, EngineDeadError

@@ -14,10 +14,10 @@ import zmq
 from moe_engine.engine import messages
 from moe_engine.engine.core_handle import CoreHandle, start_error
 from moe_engine.engine.held_child import HeldChild
-from moe_engine.engine.known_address import bound_address, host_of
+from moe_engine.engine.nodes.known_address import bound_address, host_of
 from moe_engine.engine.process import ChildProcess
-from moe_engine.engine.rank_options import RankGroupOptions
-from moe_engine.engine.rank_world import own_address_towards
+from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.engine.ranks.world import own_address_towards
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError

@@ -15,7 +15,7 @@ from moe_engine.config.resolve import ResolvedConfig, step_shape
 from moe_engine.config.resolve_parallel import dispatch_tokens
 from moe_engine.engine.core import EngineCore, Port, Regroup, StepWorker
 from moe_engine.engine.expert_calls import ExpertCalls
-from moe_engine.engine.lockstep import Lockstep
+from moe_engine.engine.ranks.lockstep import Lockstep
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.kernels.vendors.warming import StepShapes

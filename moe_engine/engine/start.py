@@ -14,8 +14,8 @@ from moe_engine.engine.client_api import EngineInfo
 from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.frontend import FrontendSettings
-from moe_engine.engine.node_desk import NodeDesk
-from moe_engine.engine.rank_worker import fingerprint, rank_group_options
+from moe_engine.engine.nodes.desk import NodeDesk
+from moe_engine.engine.ranks.worker import fingerprint, rank_group_options
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 ROOM = ("max_total_num_tokens", "max_req_input_len", "max_running_requests", "context_len")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from moe_engine.engine import messages
-from moe_engine.engine.known_address import bound_address
+from moe_engine.engine.nodes.known_address import bound_address
 
 
 class ZmqPort:

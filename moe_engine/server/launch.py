@@ -73,9 +73,9 @@ def serve(args: EngineArgs) -> int:
 
 def _serve_node(config: ResolvedConfig) -> int:
     """What a node without the HTTP server runs, until node 0 ends it."""
-    from moe_engine.engine.node_agent import NodeAgent
-    from moe_engine.engine.rank_node import run_node
-    from moe_engine.engine.rank_worker import rank_group_options
+    from moe_engine.engine.nodes.agent import NodeAgent
+    from moe_engine.engine.ranks.node import run_node
+    from moe_engine.engine.ranks.worker import rank_group_options
 
     plan = config.parallel
     if plan.local_rank:

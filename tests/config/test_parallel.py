@@ -15,7 +15,7 @@ from moe_engine.config.cluster_env import ClusterPlace, find_place
 from moe_engine.config.decisions import Record
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan, dispatch_tokens, resolve_parallel
-from moe_engine.engine.rank_worker import fingerprint, rank_group_options
+from moe_engine.engine.ranks.worker import fingerprint, rank_group_options
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config

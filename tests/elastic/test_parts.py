@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.engine import messages, rank_hub, rank_messages
-from moe_engine.engine.lockstep import GONE, Lockstep, StepMesh
-from moe_engine.engine.rank_link import RankLink
-from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
-from moe_engine.engine.rank_watch import RankWatch
+from moe_engine.engine import messages
+from moe_engine.engine.ranks import hub as rank_hub
+from moe_engine.engine.ranks import messages as rank_messages
+from moe_engine.engine.ranks.link import RankLink
+from moe_engine.engine.ranks.lockstep import GONE, Lockstep, StepMesh
+from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
+from moe_engine.engine.ranks.watch import RankWatch
 from moe_engine.errors import EngineDeadError
 from moe_engine.parallel.collectives import LOOK_AGAIN, Group, SingleRank
 from moe_engine.parallel.dispatch.rows import without_lost

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.engine.lockstep import Lockstep, PrefillTurns, StepMesh
+from moe_engine.engine.ranks.lockstep import Lockstep, PrefillTurns, StepMesh
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import Speculation, StepFacts, StepPlan

@@ -13,12 +13,12 @@ import pytest
 import zmq
 
 from moe_engine.config.resolve_parallel import ParallelPlan
-from moe_engine.engine import node_messages as news
 from moe_engine.engine.client_api import EngineInfo
 from moe_engine.engine.core_handle import CoreHandle
-from moe_engine.engine.node_desk import NodeDesk
-from moe_engine.engine.rank_options import WatchLimits
-from moe_engine.engine.remote_core import RemoteCore
+from moe_engine.engine.nodes import messages as news
+from moe_engine.engine.nodes.desk import NodeDesk
+from moe_engine.engine.nodes.remote_core import RemoteCore
+from moe_engine.engine.ranks.options import WatchLimits
 from moe_engine.engine.start import wait_ready
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import ConfigError, EngineDeadError

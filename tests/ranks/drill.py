@@ -18,7 +18,7 @@ from moe_engine.config.launch_plan import prepare
 from moe_engine.engine import messages
 from moe_engine.engine.client import CoreClient
 from moe_engine.engine.core_process import CoreProcess
-from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
+from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
 from moe_engine.engine.start import engine_info
 from moe_engine.errors import EngineDeadError
 from moe_engine.sampling_checks import parse_sampling

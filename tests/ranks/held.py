@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_engine.engine.rank_options import RankPlace
+from moe_engine.engine.ranks.options import RankPlace
 from moe_engine.errors import CheckpointError
 from moe_engine.worker.rank_progress import Progress
 

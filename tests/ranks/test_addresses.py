@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.engine import rank_world
-from moe_engine.engine.rank_options import RankGroupOptions
+from moe_engine.engine.ranks import world as rank_world
+from moe_engine.engine.ranks.options import RankGroupOptions
 from moe_engine.errors import ConfigError
 from tests.ranks.hosts import ADDRESSES, two_hosts, why_not
 
@@ -71,7 +71,7 @@ def test_own_address_is_the_one_on_the_way_out(monkeypatch: pytest.MonkeyPatch) 
 
 LISTEN = """
 import sys, zmq
-from moe_engine.engine.rank_options import RankGroupOptions
+from moe_engine.engine.ranks.options import RankGroupOptions
 options = RankGroupOptions(2, print, num_nodes=2, leader_address="node0:20000")
 socket = zmq.Context.instance().socket(zmq.REP)
 socket.bind(options.leader_bind())
@@ -83,8 +83,8 @@ socket.send(b"from node0 to " + socket.recv())
 """
 ASK = """
 import zmq
-from moe_engine.engine.rank_options import RankGroupOptions
-from moe_engine.engine.rank_world import own_address_towards
+from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.engine.ranks.world import own_address_towards
 options = RankGroupOptions(2, print, num_nodes=2, node_rank=1, leader_address="node0:20000")
 socket = zmq.Context.instance().socket(zmq.REQ)
 socket.connect(options.leader_tcp())

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
-from moe_engine.engine.rank_watch import TICK_SECONDS, RankWatch
+from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
+from moe_engine.engine.ranks.watch import TICK_SECONDS, RankWatch
 from moe_engine.worker.rank_group import RankLost
 from moe_engine.worker.rank_progress import Position
 

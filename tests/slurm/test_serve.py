@@ -56,7 +56,7 @@ def test_wrong_flags_end_with_code_2_and_no_restart(cluster):
 
 def test_a_dead_rank_sends_the_job_back_to_the_queue_so_many_times(cluster):
     def kill_rank() -> None:
-        cluster.run("pkill", "-KILL", "-f", "moe_engine.engine.rank_main", host="node2")
+        cluster.run("pkill", "-KILL", "-f", "moe_engine.engine.ranks.main", host="node2")
 
     job = cluster.submit("serve.sbatch", *QUICK, nodes=2, MAX_RESTARTS="1")
     job.until_logged(READY)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from moe_engine.engine.rank_options import RankGroupOptions, RankPlace
+from moe_engine.engine.ranks.options import RankGroupOptions, RankPlace
 from moe_engine.worker.rank_group import Survivors
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The front end's side of replicas on several nodes: a thread that tells nodes what to start and hears how it goes.
 
-Each node but 0 comes to the one known address (`node_agent`). It is told which replicas to lead, and where the ranks of
-a replica meet that it has a part of. A node that falls silent takes the replicas that it leads with it; the ranks that
-it has of others are missed by the leader of their replica.
+Each node but 0 comes to the one known address (`nodes.agent`). It is told which replicas to lead, and where the ranks
+of a replica meet that it has a part of. A node that falls silent takes the replicas that it leads with it; the ranks
+that it has of others are missed by the leader of their replica.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 import zmq
 
 from moe_engine.config.resolve_parallel import ParallelPlan
-from moe_engine.engine import node_messages as news
 from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.core_process import CoreProcess
-from moe_engine.engine.known_address import KnownAddress
-from moe_engine.engine.rank_options import WatchLimits
-from moe_engine.engine.rank_watch import TICK_SECONDS, Silence
-from moe_engine.engine.remote_core import RemoteCore
+from moe_engine.engine.nodes import messages as news
+from moe_engine.engine.nodes.known_address import KnownAddress
+from moe_engine.engine.nodes.remote_core import RemoteCore
+from moe_engine.engine.ranks.options import WatchLimits
+from moe_engine.engine.ranks.watch import TICK_SECONDS, Silence
 from moe_engine.errors import ConfigError
 
 logger = logging.getLogger("moe_engine")

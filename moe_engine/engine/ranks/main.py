@@ -1,6 +1,6 @@
 """The process of a follower rank: joins the others, builds its worker and runs the leader's plans until told to stop.
 
-Run as ``python -m moe_engine.engine.rank_main`` by `rank_process`, with the specification on standard input. Three
+Run as ``python -m moe_engine.engine.ranks.main`` by `ranks.process`, with the specification on standard input. Three
 things go on at once: this thread receives plans, the worker's thread runs them, the link's thread shows that the
 process lives and ends it when the leader says so or is gone.
 """
@@ -15,11 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_engine import logs
-from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.process import read_spec
-from moe_engine.engine.rank_link import RankLink, leave
-from moe_engine.engine.rank_process import RankSpec
-from moe_engine.engine.rank_world import RankWorld, quieten_torch
+from moe_engine.engine.ranks import messages
+from moe_engine.engine.ranks.link import RankLink, leave
+from moe_engine.engine.ranks.process import RankSpec
+from moe_engine.engine.ranks.world import RankWorld, quieten_torch
 from moe_engine.errors import MoeEngineError
 from moe_engine.models import registry
 from moe_engine.worker.plan_channel import PlanReceiver, Stop
@@ -27,7 +27,7 @@ from moe_engine.worker.rank_group import LocalWorker, call_one, kernels_of
 from moe_engine.worker.rank_progress import Progress
 
 if TYPE_CHECKING:
-    from moe_engine.engine.rank_scheduler import SchedulingRank
+    from moe_engine.engine.ranks.scheduler import SchedulingRank
 
 logger = logging.getLogger("moe_engine")
 
@@ -47,7 +47,7 @@ def main() -> NoReturn:
 
 
 def _scheduling(spec: RankSpec) -> SchedulingRank:
-    from moe_engine.engine.rank_scheduler import SchedulingRank
+    from moe_engine.engine.ranks.scheduler import SchedulingRank
 
     return SchedulingRank(spec)
 

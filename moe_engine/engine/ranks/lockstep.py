@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 import zmq
 
-from moe_engine.engine.known_address import bound_address
+from moe_engine.engine.nodes.known_address import bound_address
 from moe_engine.types import StepFacts, StepPlan
 
 POLL_MS = 50

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_engine.engine.known_address import KnownAddress
+from moe_engine.engine.nodes.known_address import KnownAddress
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.coverage import Coverage
 

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-from moe_engine.engine import rank_messages as messages
-from moe_engine.engine.rank_echo import start_echo
-from moe_engine.engine.rank_options import WatchLimits
-from moe_engine.engine.rank_watch import Silence
+from moe_engine.engine.ranks import messages
+from moe_engine.engine.ranks.echo import start_echo
+from moe_engine.engine.ranks.options import WatchLimits
+from moe_engine.engine.ranks.watch import Silence
 from moe_engine.errors import EngineDeadError
 from moe_engine.worker.rank_group import Failure, Survivors
 

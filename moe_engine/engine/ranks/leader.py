@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from moe_engine.engine import rank_messages as messages
-from moe_engine.engine.lockstep import Lockstep, StepMesh
-from moe_engine.engine.rank_control import RankControl
-from moe_engine.engine.rank_options import RankGroupOptions
-from moe_engine.engine.rank_process import LocalRanks
-from moe_engine.engine.rank_watch import RankWatch
-from moe_engine.engine.rank_world import RankWorld, open_store, quieten_torch
+from moe_engine.engine.ranks import messages
+from moe_engine.engine.ranks.control import RankControl
+from moe_engine.engine.ranks.lockstep import Lockstep, StepMesh
+from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.engine.ranks.process import LocalRanks
+from moe_engine.engine.ranks.watch import RankWatch
+from moe_engine.engine.ranks.world import RankWorld, open_store, quieten_torch
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import ConfigError
 from moe_engine.worker.plan_channel import PlanSender

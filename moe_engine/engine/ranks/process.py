@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.engine.held_child import HeldChild
 from moe_engine.engine.process import ChildProcess
-from moe_engine.engine.rank_options import RankGroupOptions, RankPlace
+from moe_engine.engine.ranks.options import RankGroupOptions, RankPlace
 from moe_engine.models import registry
 
 if TYPE_CHECKING:
     from moe_engine.engine.core_process import CoreSpec
 
-RANK_MODULE = "moe_engine.engine.rank_main"
+RANK_MODULE = "moe_engine.engine.ranks.main"
 
 
 @dataclass(frozen=True)

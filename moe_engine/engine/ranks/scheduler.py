@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 
 import zmq
 
-from moe_engine.engine import rank_messages as messages
 from moe_engine.engine.core_setup import core_info, make_core
-from moe_engine.engine.lockstep import Lockstep, StepMesh
 from moe_engine.engine.messages import CoreFailed, encode
-from moe_engine.engine.rank_link import RankLink, leave
-from moe_engine.engine.rank_process import RankSpec
-from moe_engine.engine.rank_survival import RankSurvival
-from moe_engine.engine.rank_world import RankWorld, own_address_towards
+from moe_engine.engine.ranks import messages
+from moe_engine.engine.ranks.link import RankLink, leave
+from moe_engine.engine.ranks.lockstep import Lockstep, StepMesh
+from moe_engine.engine.ranks.process import RankSpec
+from moe_engine.engine.ranks.survival import RankSurvival
+from moe_engine.engine.ranks.world import RankWorld, own_address_towards
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_port import ZmqPort

@@ -1,4 +1,4 @@
-"""The core of a replica on another node, as the front end sees it: what `node_desk` hears of it."""
+"""The core of a replica on another node, as the front end sees it: what `nodes.desk` hears of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import zmq
 
 from moe_engine.engine import messages
-from moe_engine.engine import node_messages as news
 from moe_engine.engine.core_handle import CoreHandle, start_error
-from moe_engine.engine.known_address import KnownAddress, bound_address
+from moe_engine.engine.nodes import messages as news
+from moe_engine.engine.nodes.known_address import KnownAddress, bound_address
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError
@@ -25,7 +25,7 @@ KILL_SECONDS = 2.0
 
 
 class Desk(Protocol):
-    """The part of `node_desk.NodeDesk` that a core needs."""
+    """The part of `nodes.desk.NodeDesk` that a core needs."""
 
     def tell_leader(self, replica: int, message: news.ToNode) -> bool:
         """Sends to the node with the replica's core; False if it is not there."""

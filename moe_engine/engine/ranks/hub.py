@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from moe_engine.engine import rank_messages
 from moe_engine.engine.messages import GroupsLost
-from moe_engine.engine.rank_control import RankControl
-from moe_engine.engine.rank_options import RankGroupOptions
-from moe_engine.engine.rank_process import LocalRanks
-from moe_engine.engine.rank_watch import RankWatch
-from moe_engine.engine.rank_world import open_store, quieten_torch
+from moe_engine.engine.ranks import messages as rank_messages
+from moe_engine.engine.ranks.control import RankControl
+from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.engine.ranks.process import LocalRanks
+from moe_engine.engine.ranks.watch import RankWatch
+from moe_engine.engine.ranks.world import open_store, quieten_torch
 from moe_engine.errors import ConfigError
 from moe_engine.worker.rank_group import RankLost, Survivors
 

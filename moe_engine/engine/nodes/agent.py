@@ -16,15 +16,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from moe_engine.config.resolve import ResolvedConfig
-from moe_engine.engine import node_messages as news
-from moe_engine.engine import rank_messages
 from moe_engine.engine.core_process import CoreProcess
-from moe_engine.engine.known_address import KnownAddress, host_of
-from moe_engine.engine.rank_link import RankLink
-from moe_engine.engine.rank_node import NodeRanks, first_sigterm_ignored, wait_for_leader
-from moe_engine.engine.rank_options import WatchLimits
-from moe_engine.engine.rank_worker import fingerprint, rank_group_options
-from moe_engine.engine.rank_world import own_address_towards
+from moe_engine.engine.nodes import messages as news
+from moe_engine.engine.nodes.known_address import KnownAddress, host_of
+from moe_engine.engine.ranks import messages as rank_messages
+from moe_engine.engine.ranks.link import RankLink
+from moe_engine.engine.ranks.node import NodeRanks, first_sigterm_ignored, wait_for_leader
+from moe_engine.engine.ranks.options import WatchLimits
+from moe_engine.engine.ranks.worker import fingerprint, rank_group_options
+from moe_engine.engine.ranks.world import own_address_towards
 from moe_engine.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger("moe_engine")

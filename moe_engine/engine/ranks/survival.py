@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from moe_engine.engine.rank_world import RankWorld
+from moe_engine.engine.ranks.world import RankWorld
 from moe_engine.worker.rank_group import Survivors
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_engine.engine.rank_options import RankPlace, WatchLimits
+from moe_engine.engine.ranks.options import RankPlace, WatchLimits
 from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.worker.rank_group import RankLost, Survivors
 from moe_engine.worker.rank_progress import Position

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from moe_engine.engine import rank_messages as messages
-from moe_engine.engine.rank_link import RankLink
-from moe_engine.engine.rank_options import RankGroupOptions, WatchLimits
-from moe_engine.engine.rank_process import LocalRanks
+from moe_engine.engine.ranks import messages
+from moe_engine.engine.ranks.link import RankLink
+from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
+from moe_engine.engine.ranks.process import LocalRanks
 from moe_engine.errors import EngineDeadError
 
 logger = logging.getLogger("moe_engine")

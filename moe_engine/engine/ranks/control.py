@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from moe_engine.engine import rank_messages as messages
-from moe_engine.engine.known_address import bound_address
-from moe_engine.engine.rank_echo import echoing_rank
-from moe_engine.engine.rank_options import RankGroupOptions
-from moe_engine.engine.rank_watch import TICK_SECONDS, RankWatch
+from moe_engine.engine.nodes.known_address import bound_address
+from moe_engine.engine.ranks import messages
+from moe_engine.engine.ranks.echo import echoing_rank
+from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.engine.ranks.watch import TICK_SECONDS, RankWatch
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError
 from moe_engine.worker.rank_group import RanksChanged, Survivors
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moe_engine.config.resolve import ResolvedConfig, step_shape
 from moe_engine.config.resolve_parallel import dispatch_tokens
 from moe_engine.engine.core_setup import make_worker
-from moe_engine.engine.rank_options import RankGroupOptions, RankPlace, WatchLimits
+from moe_engine.engine.ranks.options import RankGroupOptions, RankPlace, WatchLimits
 from moe_engine.models import sizes
 from moe_engine.worker.rank_progress import Progress
 
@@ -25,7 +25,7 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
     """The ranks of one replica; None where it is a single process.
 
     Where several replicas lie on several nodes each, only the start of the leader's node knows its address
-    (`node_desk`): `leader_address` is that of node 0, with any port.
+    (`nodes.desk`): `leader_address` is that of node 0, with any port.
     """
     plan, flags = config.parallel, config.args.parallel
     topology = plan.topology
