@@ -114,7 +114,7 @@ def check_counts(running: Struck, folder: Path) -> None:
     for stream in streams:
         stream.begin(running.engine)
     finish(streams)
-    (path,) = running.engine._run(records.dump())
+    (path,) = running.engine._run(records.dump()).paths
     assert Path(path).parent == folder
     counted = torch.load(path, weights_only=True)["logical_count"].sum(2)  # [S, L]
     computed = sum(len(stream.prompt) - stream.meta["cached_tokens"] + 9 - 1 for stream in streams)
