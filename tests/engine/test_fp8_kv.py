@@ -29,10 +29,12 @@ def test_capitals(kv_dtype: str, kernels: str, tmp_path: Path) -> None:
         CHECKPOINT_DIR, tmp_path / "board", kv_cache_dtype=kv_dtype, max_total_tokens=4096, attention_backend=kernels
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
-    script = [
-        Scripted(f"{country}-", tokenizer.encode(f"What is the capital of {country}?"), max_new_tokens=12)
-        for country in CAPITALS
-    ]
+    script = []
+    for country in CAPITALS:
+        question = [{"role": "user", "content": f"What is the capital of {country}?"}]
+        text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        script.append(Scripted(f"{country}-", prompt, max_new_tokens=12))
     try:
         answers = engine.run(script)
     finally:
