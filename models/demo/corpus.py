@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from . import phrases, tasks, tools
+from . import phrases, sums, tasks, tools, words
 from .chat import ASSISTANT, BOS, EOS, OUTPUT_BEGIN, OUTPUT_END, PAD, USER, render
 from .facts import COUNTRIES, RELATIONS, Country, statement
+from .unknown import unknown
 
 ANSWER_WEIGHT, TEXT_WEIGHT = 1.0, 0.5
 """Loss weights; what users, systems and tools say has none."""
@@ -79,24 +80,13 @@ class Mixture:
 
 
 _MAKERS = (
-    tasks.fact, tasks.arithmetic, tasks.json_object, tasks.reverse, tasks.about,
-    tasks.counting, tasks.small_talk, tasks.copying,
+    tasks.fact, sums.arithmetic, tasks.json_object, tasks.reverse, tasks.about,
+    tasks.counting, tasks.small_talk, tasks.copying, unknown,
 )  # fmt: skip
-FACTS_FIRST = Mixture(0.16, 0.0, 0.02, 0.06, 0.25, 0.25, (50, 17, 9, 4, 5, 2, 5, 3))
-EVERYTHING = Mixture(0.08, 0.05, 0.02, 0.13, 0.25, 0.7, (34, 24, 14, 3, 5, 2, 4, 7))
-
-
-def drill(rng: random.Random) -> str:
-    """The tables behind the arithmetic steps, as plain text."""
-    lines = []
-    for _ in range(rng.randint(8, 24)):
-        a, b = rng.randint(0, 9), rng.randint(0, 9)
-        if rng.random() < 0.1:
-            x, op, y = tasks.draw_sum(rng)
-            lines.append(f"{x} {op} {y} = {x + y if op == '+' else x - y if op == '-' else x * y}.")
-        else:
-            lines.append(f"{a} + {b} = {a + b}." if rng.random() < 0.5 else f"{a + b} - {b} = {a}.")
-    return BOS + " ".join(lines) + EOS
+FACTS_FIRST = Mixture(0.15, 0.05, 0.02, 0.07, 0.25, 0.3, (50, 13, 9, 4, 5, 2, 4, 5, 4))
+EVERYTHING = Mixture(0.06, 0.09, 0.02, 0.13, 0.25, 0.5, (33, 22, 14, 3, 5, 2, 3, 5, 5))
+FINISH = Mixture(0.05, 0.05, 0.01, 0.2, 0.35, 0.8, (28, 27, 15, 3, 6, 3, 3, 8, 6))
+"""What a run reads, in this order: facts, more sums and tools, and what is learnt late (steps on paper, copying)."""
 
 
 def conversation(rng: random.Random, turns: int, mix: Mixture) -> str:
@@ -107,7 +97,7 @@ def conversation(rng: random.Random, turns: int, mix: Mixture) -> str:
         if last is not None and last.relation and rng.random() < 0.45:
             done.append(tasks.follow_up(rng, last))
         elif rng.random() < 0.02:
-            done.append(tools.tool_turn(rng, {}, rng.choice(("weather", "time", "population"))))
+            done.append(tools.missing_tool_turn(rng, rng.choice(("weather", "time", "population"))))
         else:
             done.append(rng.choices(_MAKERS, mix.turns)[0](rng))
     thinking = rng.random() < (mix.thinking_sum if done[-1].is_sum else mix.thinking)
@@ -118,10 +108,11 @@ def conversation(rng: random.Random, turns: int, mix: Mixture) -> str:
 
 
 def tool_conversation(rng: random.Random, turns: int) -> str:
-    """A chat with one to three tools in the system text; some questions need none of them."""
-    kinds = rng.sample(tools.KINDS, rng.choice((1, 1, 2, 3)))
-    if rng.random() < 0.6 and "weather" not in kinds:
+    """A chat with one to three tools in the system text; some questions need none of them, some need another."""
+    kinds = rng.sample((*tools.KINDS, tools.LOOK_UP, tools.LOOK_UP, tools.LOOK_UP), rng.choice((1, 1, 2, 3)))
+    if rng.random() < 0.3 and "weather" not in kinds:
         kinds[0] = "weather"
+    rng.shuffle(kinds)
     offered = tools.pick_tools(rng, kinds)
     thinking = rng.random() < 0.15
     messages = []
@@ -130,16 +121,26 @@ def tool_conversation(rng: random.Random, turns: int) -> str:
         messages.append({"role": "system", "content": system})
     for i in range(turns):
         roll = rng.random()
-        if roll < 0.75:
-            turn = tools.tool_turn(rng, offered, rng.choice(kinds))
-        elif roll < 0.78:
-            turn = tools.tool_turn(rng, offered, rng.choice(("weather", "time", "population")))
-        elif roll < 0.95:
+        if roll < 0.8:
+            turn = tools.tool_turn(rng, rng.choice(offered))
+        elif roll < 0.85:
+            turn = _without_its_tool(rng, offered)
+        elif roll < 0.96:
             turn = tasks.fact(rng)
+        elif roll < 0.98:
+            turn = unknown(rng)
         else:
             turn = tasks.small_talk(rng)
         messages += turn.messages(thinking and i == turns - 1)
-    return render(messages, list(offered.values()))
+    return render(messages, tools.schemas(offered))
+
+
+def _without_its_tool(rng: random.Random, offered: list[tools.Tool]) -> tasks.Turn:
+    """A question for a tool that is not among those offered."""
+    kind, subject = rng.choice((*tools.KINDS, tools.LOOK_UP)), rng.choice(words.TRAINED_SUBJECTS)
+    if kind == "calculator" or any(kind == t.kind != tools.LOOK_UP or subject == t.subject for t in offered):
+        return tasks.fact(rng)
+    return tools.missing_tool_turn(rng, kind, subject if kind == tools.LOOK_UP else "")
 
 
 def document(rng: random.Random, long: bool = False, mix: Mixture = FACTS_FIRST) -> str:
@@ -148,12 +149,12 @@ def document(rng: random.Random, long: bool = False, mix: Mixture = FACTS_FIRST)
         turns = rng.randint(8, 60)
         return conversation(rng, turns, mix) if rng.random() < 0.8 else tool_conversation(rng, turns)
     roll = rng.random()
-    for share, make in ((mix.raw, raw_text), (mix.drill, drill), (mix.python, python_text)):
+    for share, make in ((mix.raw, raw_text), (mix.drill, sums.drill), (mix.python, python_text)):
         if roll < share:
             return make(rng)
         roll -= share
     if roll < mix.tools:
-        return tool_conversation(rng, rng.choice((1, 1, 2)))
+        return tool_conversation(rng, rng.choice((1, 1, 2, 3)))
     return conversation(rng, rng.choices((1, 2, 3, 4), (50, 25, 15, 10))[0], mix)
 
 
@@ -165,16 +166,21 @@ class Packer:
         self.rng = random.Random(seed)
         self.mix = FACTS_FIRST
         self.waiting: dict[bool, list[np.ndarray]] = {False: [], True: []}
-        self.pad, self.eos = tokenizer.token_to_id(PAD), tokenizer.token_to_id(EOS)
+        self.pad, self.assistant = tokenizer.token_to_id(PAD), tokenizer.token_to_id(ASSISTANT)
+        self.equals, self.stop = tokenizer.encode(" =").ids[-1], tokenizer.encode(".").ids[-1]
         size = tokenizer.get_vocab_size()
+        self.digit = np.zeros(size, bool)
+        for digit in "0123456789":
+            self.digit[tokenizer.token_to_id(digit)] = True
         self.mark = np.zeros(size, np.int8)  # which kind of text a token opens
         for token, kind in ((BOS, 1), (USER, 2), (OUTPUT_BEGIN, 2), (ASSISTANT, 3), (OUTPUT_END, 3)):
             self.mark[tokenizer.token_to_id(token)] = kind
         self.level = np.array((TEXT_WEIGHT, TEXT_WEIGHT, 0.0, ANSWER_WEIGHT), np.float32)
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, nothing added."""
-        return [np.asarray(e.ids, np.uint16) for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+    def encode(self, texts: list[str], width: int, long: bool) -> list[np.ndarray]:
+        """Token ids of each text. What is longer than a row is cut if `long`, else dropped: it would never fit."""
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [np.asarray(e.ids[:width], np.uint16) for e in encoded if long or len(e.ids) <= width]
 
     def weights(self, row: np.ndarray) -> np.ndarray:
         """The loss weight of predicting each token of a row."""
@@ -184,9 +190,22 @@ class Packer:
         marks[system] = 2
         opened = np.maximum.accumulate(np.where(marks > 0, np.arange(len(row)), 0))
         weights = self.level[marks[opened]]
+        plain = weights == TEXT_WEIGHT
+        weights[plain] = self._sums(row)[plain]
         weights[marks > 0] = 0.0
         weights[row == self.pad] = 0.0
+        weights[1:][row[:-1] == self.assistant] = 0.0  # whether to think is the asker's choice
         return weights
+
+    def _sums(self, row: np.ndarray) -> np.ndarray:
+        """Weights inside plain text: operands are random and teach nothing, results are answers."""
+        equals, stop = row == self.equals, (row == self.stop) | (self.mark[row] > 0)
+        equals[1:] &= self.digit[row[:-1]]  # not an assignment in Python
+        at, mark = np.arange(len(row)), equals | stop
+        before = np.maximum.accumulate(np.where(mark, at, 0))
+        after = np.minimum.accumulate(np.where(mark, at, len(row) - 1)[::-1])[::-1]
+        result = np.concatenate(([False], equals[before[:-1]]))
+        return np.where(result, ANSWER_WEIGHT, np.where(equals[after] & ~result, 0.0, TEXT_WEIGHT))
 
     def rows(self, length: int, count: int, long: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """`count` rows of `length` + 2 tokens (two more than inputs, for the two losses) and their weights.
@@ -201,21 +220,15 @@ class Packer:
             while True:
                 while len(waiting) < 64:
                     texts = [document(self.rng, long, self.mix) for _ in range(BATCH_DOCS // 8 if long else BATCH_DOCS)]
-                    waiting[:0] = self.encode(texts)
+                    waiting[:0] = self.encode(texts, width, long)
                 room = width - used
-                newest = range(len(waiting) - 1, len(waiting) - 49, -1)
-                fits = [j for j in newest if len(waiting[j]) <= room]
-                slot = (fits[0] if room > 96 else max(fits, key=lambda j: len(waiting[j]))) if fits else None
-                if slot is None:
-                    if used:
-                        break
-                    ids[i] = waiting.pop()[:width]
+                oldest = range(len(waiting) - 1, len(waiting) - 49, -1)
+                fits = [j for j in oldest if len(waiting[j]) <= room]
+                if not fits:
                     break
-                doc = waiting.pop(slot)
+                doc = waiting.pop(fits[0] if room > 96 else max(fits, key=lambda j: len(waiting[j])))
                 ids[i, used : used + len(doc)] = doc
                 used += len(doc)
-                if used > width - 12:
-                    break
         return ids, np.stack([self.weights(row) for row in ids])
 
 
@@ -228,7 +241,7 @@ class Example:
     answer: str
 
 
-def _split(task: str, turn: tasks.Turn, thinking: bool = False, offered: list[tools.Tool] | None = None) -> Example:
+def _split(task: str, turn: tasks.Turn, thinking: bool = False, offered: list[tools.Schema] | None = None) -> Example:
     text = render(turn.messages(thinking)[:2], offered)
     prompt = render([{"role": "user", "content": turn.user}], offered, thinking)
     assert text.startswith(prompt), (text, prompt)
@@ -252,22 +265,40 @@ def held_out(seed: int = 1234) -> Iterator[Example]:
         sentence = statement(country, "capital")
         head = sentence[: -len(f" {country.capital}.")]
         yield Example("raw completion", BOS + head, sentence[len(head) :])
-    for op, name in (("+", "addition"), ("-", "subtraction")):
+    for name, op in (("addition", "+"), ("subtraction", "-"), ("subtraction below zero", "-")):
         for _ in range(300):
-            turn = tasks.arithmetic(rng, held_out=True, ops=op)
+            drawn = sums.two_digits(rng, op, held_out=True, below_zero=name.endswith("zero"))
+            turn = sums.sum_turn(rng, drawn, held_out=True)
             yield _split(f"{name} (thinking)", turn, thinking=True)
             yield _split(name, turn)
-    for _ in range(400):
-        kinds = ["weather", *rng.sample(("time", "calculator", "population"), rng.randint(0, 2))]
-        offered = tools.pick_tools(rng, kinds)
-        turn = tools.tool_turn(rng, offered, rng.choice([k for k in kinds if k in ("weather", "time")]), held_out=True)
-        yield _split("tool call", turn, offered=list(offered.values()))
-        history = turn.messages(False)
-        text, prompt = render(history, list(offered.values())), render(history[:-1], list(offered.values()))
-        yield Example("tool result", prompt, text[len(prompt) :])
+    yield from _held_out_tools(rng)
     for _ in range(400):
         first = tasks.fact(rng, held_out=True)
         second = tasks.follow_up(rng, first)
         history = first.messages(False) + second.messages(False)
         prompt = render(history[:-1])
         yield Example("follow-up", prompt, render(history)[len(prompt) :])
+    for _ in range(200):
+        yield _split("unknown", unknown(rng, held_out=True))
+
+
+def _held_out_tools(rng: random.Random) -> Iterator[Example]:
+    """Tool calls in held-out phrasings: tools with the usual names, then names and subjects that training never saw."""
+    for _ in range(400):
+        offered = tools.pick_tools(rng, ["weather", *rng.sample(tools.KINDS[1:], rng.randint(0, 2))], "usual")
+        tool = rng.choice([t for t in offered if t.kind in ("weather", "time")])
+        turn = tools.tool_turn(rng, tool, held_out=True)
+        yield _split("tool call", turn, offered=tools.schemas(offered))
+        history = turn.messages(False)
+        text, prompt = (render(m, tools.schemas(offered)) for m in (history, history[:-1]))
+        yield Example("tool result", prompt, text[len(prompt) :])
+    for _ in range(300):
+        offered = tools.pick_tools(rng, ["weather", *rng.sample(tools.KINDS[1:], rng.randint(0, 2))], "held out")
+        rng.shuffle(offered)
+        tool = rng.choice([t for t in offered if t.kind in ("weather", "time")])
+        turn = tools.tool_turn(rng, tool, held_out=True)
+        yield _split("tool call (unseen names)", turn, offered=tools.schemas(offered))
+        offered = tools.pick_tools(rng, [tools.LOOK_UP] * rng.randint(1, 3), "held out")
+        turn = tools.tool_turn(rng, rng.choice(offered), held_out=True)
+        yield _split("tool call (unseen tools)", turn, offered=tools.schemas(offered))
+        yield _split("fact beside tools", tasks.fact(rng, held_out=True), offered=tools.schemas(offered))

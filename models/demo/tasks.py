@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from . import phrases
 from .chat import Message
 from .facts import COUNTRIES, OTHER_CITIES, RELATIONS, Country, statement
+from .words import invented
 
 CITIES: tuple[str, ...] = tuple(dict.fromkeys([c.capital for c in COUNTRIES])) + OTHER_CITIES
 CONDITIONS: tuple[str, ...] = ("sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "clear", "stormy")
@@ -133,50 +134,6 @@ def about(rng: random.Random, country: Country | None = None, held_out: bool = F
     return Turn(user, f"The user wants to learn about {country.name}.", say(answer), country, "continent")
 
 
-def is_held_out_sum(a: int, b: int) -> bool:
-    """Pairs of operands kept for evaluation (one in ten)."""
-    return (a * 131 + b * 17) % 10 == 3
-
-
-def arithmetic_steps(a: int, op: str, b: int) -> tuple[str, int]:
-    """Column by column, as in school, and the result."""
-    if op == "*":
-        return f"I know that {a} * {b} = {a * b}.", a * b
-    (ta, ua), (tb, ub) = divmod(a, 10), divmod(b, 10)
-    if op == "+":
-        units, result = ua + ub, a + b
-        carry = " + 1" if units > 9 else ""
-        tail = f", write {units - 10}, carry 1" if carry else ""
-        return f"{ua} + {ub} = {units}{tail}. {ta} + {tb}{carry} = {ta + tb + (units > 9)}. So {result}.", result
-    result = a - b
-    if ua >= ub:
-        return f"{ua} - {ub} = {ua - ub}. {ta} - {tb} = {ta - tb}. So {result}.", result
-    return f"{ua + 10} - {ub} = {ua + 10 - ub}, borrow 1. {ta} - {tb} - 1 = {ta - tb - 1}. So {result}.", result
-
-
-def draw_sum(rng: random.Random, held_out: bool = False, ops: str = "++--*") -> tuple[int, str, int]:
-    """Operands and operator; + and - have two-digit operands, * one-digit ones."""
-    op = rng.choice(ops)
-    if op == "*":
-        return rng.randint(2, 9), op, rng.randint(2, 9)
-    while True:
-        a, b = rng.randint(10, 99), rng.randint(10, 99)
-        if op == "-" and a < b:
-            a, b = b, a
-        if is_held_out_sum(a, b) == held_out:
-            return a, op, b
-
-
-def arithmetic(rng: random.Random, held_out: bool = False, ops: str = "++--*") -> Turn:
-    """A sum, difference or small product."""
-    a, op, b = draw_sum(rng, held_out, ops)
-    steps, result = arithmetic_steps(a, op, b)
-    words = {"+": " plus ", "-": " minus ", "*": " times "}
-    style = 0.0 if held_out else rng.random()
-    shown = f"{a} {op} {b}" if style < 0.7 else f"{a}{op}{b}" if style < 0.8 else f"{a}{words[op]}{b}"
-    return Turn(ask(rng, "arithmetic", shown, held_out), steps, say(f"{a} {op} {b} = {result}."), is_sum=True)
-
-
 def counting(rng: random.Random) -> Turn:
     """Numbers in order: an answer of any length."""
     start = rng.randint(1, 80)
@@ -197,19 +154,20 @@ def counting(rng: random.Random) -> Turn:
 
 
 def small_talk(rng: random.Random) -> Turn:
-    """Greetings, questions about the model, and things it does not know."""
-    asked, answer = rng.choices(phrases.SMALL_TALK, (4, 4, 2, 1, 1, 2, 3, 1))[0]
-    return Turn(
-        rng.choice(asked), "This is small talk." if "not know" not in answer else "I do not know that.", say(answer)
-    )
+    """Greetings and questions about the model."""
+    asked, answer = rng.choices(phrases.SMALL_TALK, (4, 4, 2, 1, 1, 2, 1))[0]
+    return Turn(rng.choice(asked), "This is small talk.", say(answer))
 
 
 def copying(rng: random.Random) -> Turn:
-    """Repeat some words: teaches copying of rare pieces."""
-    words = [
-        rng.choice((rng.choice(CITIES), rng.choice(COUNTRIES).title, rng.choice(COUNTRIES).currency))
+    """Repeat some words, names or invented ones: teaches copying piece by piece."""
+    drawn = rng.random()
+    names = [
+        invented(rng) if rng.random() < drawn else rng.choice(
+            (rng.choice(CITIES), rng.choice(COUNTRIES).title, rng.choice(COUNTRIES).currency, str(rng.randint(1, 9999)))
+        )
         for _ in range(rng.randint(1, 4))
-    ]
-    text = ", ".join(words)
+    ]  # fmt: skip
+    text = rng.choice((", ", ", ", "_", " ")).join(names)
     user = rng.choice(("Repeat: {t}", "Say {t}.", "Repeat after me: {t}", "Write {t}.")).replace("{t}", text)
     return Turn(user, "The user wants me to repeat it.", say(text))

@@ -22,12 +22,12 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .corpus import EVERYTHING, FACTS_FIRST, Packer, held_out
+from .corpus import EVERYTHING, FACTS_FIRST, FINISH, Mixture, Packer, held_out
 from .model import DemoConfig, DemoModel, count_parameters
 from .optim import make_optimizers, matrices, split
 from .vocabulary import train_tokenizer, write_tokenizer
 
-STEPS_PER_MINUTE = 60
+STEPS_PER_MINUTE = 75
 """Steps that two cores of a current server processor make in a minute."""
 
 
@@ -39,22 +39,40 @@ class Recipe:
     seed: int = 0
     lr: float = 3e-3
     warmup: int = 100
-    decay_steps: int = 700
-    rows: int = 8
-    row_length: int = 256
+    decay_steps: int = 900
+    rows: int = 4
+    row_length: int = 512
     long_rows: int = 2
     long_row_length: int = 2048
     long_every: int = 20
     mtp_weight: float = 0.3
     mtp_every: int = 2
     chain_every: int = 4
-    first_steps: int = 1200
+    first_steps: int = 1000
+    last_steps: int = 750
+    last_lr: float = 0.5
+    last_decay_steps: tuple[int, int] = (1200, 300)
     balance_rates: tuple[float, float] = (1e-3, 4e-3)
 
     def learning_rate(self, step: int) -> float:
-        """Warm-up, plateau, then linear decay to (nearly) zero."""
-        rise, fall = (step + 1) / self.warmup, (self.steps - step) / self.decay_steps
-        return self.lr * max(0.01, min(1.0, rise, fall))
+        """Warm-up, plateau, linear decay to nearly zero; then once more, from `last_lr` of the rate and no plateau.
+
+        The second time it falls slowly at first, as if to last `last_decay_steps[0]` steps, and faster in the end.
+        """
+        turn = self.steps - self.last_steps
+        if step < turn:
+            rise, fall, peak = (step + 1) / self.warmup, (turn - step) / self.decay_steps, 1.0
+        else:
+            slow, fast = self.last_decay_steps
+            rise, peak = (step + 1 - turn) / self.warmup, self.last_lr
+            fall = min((turn + slow - step) / slow, (self.steps - step) / fast)
+        return self.lr * max(0.01, peak * min(1.0, rise, fall))
+
+    def mixture(self, step: int) -> Mixture:
+        """What the rows of this step are drawn from."""
+        if step >= self.steps - self.last_steps:
+            return FINISH
+        return EVERYTHING if step >= self.first_steps else FACTS_FIRST
 
 
 def weighted_loss(model: DemoModel, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -186,7 +204,7 @@ def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path)
     mtp_loss = float("nan")
     for step in bar:
         second = step >= recipe.first_steps
-        packer.mix = EVERYTHING if second else FACTS_FIRST
+        packer.mix = recipe.mixture(step)
         long = step % recipe.long_every == recipe.long_every - 1
         if long:
             rows, weights = packer.rows(recipe.long_row_length, recipe.long_rows, long)

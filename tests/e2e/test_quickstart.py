@@ -99,6 +99,21 @@ def test_stop_and_logprobs(client: openai.OpenAI) -> None:
         assert entry.logprob <= 0 and len(entry.top_logprobs) == 2
 
 
+def test_a_tool_by_the_clients_own_names(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    function = {"name": "fetch_weather", "description": "Get the weather of a city.", "parameters": schema}
+    answer = client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        tools=[{"type": "function", "function": function}],  # type: ignore[list-item,typeddict-item]
+        temperature=0,
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    called = choice.message.tool_calls[0].function  # type: ignore[union-attr]
+    assert (called.name, json.loads(called.arguments)) == ("fetch_weather", {"place": "Paris"})
+
+
 def test_errors_arrive_as_the_clients_own(server: ServerProcess, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.chat.completions.create(model="gpt-9", messages=FRANCE)  # type: ignore[arg-type]

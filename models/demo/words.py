@@ -1,0 +1,66 @@
+"""Invented words and the names of tools and arguments: too many to learn by heart, so they have to be copied.
+
+One in ten invented words, chosen by its checksum, and the held-out verbs, subjects and arguments are kept for
+evaluation.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+_CONSONANTS, _VOWELS = "bcdfghjklmnprstvwxz", "aeiou"
+
+TRAINED_VERBS: tuple[str, ...] = (
+    "get", "get", "get", "fetch", "find", "read", "query", "check", "show", "load", "search", "request", "lookup",
+)  # fmt: skip
+HELD_OUT_VERBS: tuple[str, ...] = ("obtain", "retrieve", "inspect", "report")
+TRAINED_SUBJECTS: tuple[str, ...] = (
+    "price", "height", "weight", "score", "owner", "status", "rating", "size", "address", "phone", "balance", "cost",
+    "distance", "length", "width", "depth", "volume", "salary", "rank", "level", "version", "author", "title", "date",
+    "duration", "capacity", "power", "pressure", "altitude", "traffic", "discount", "tax", "deadline", "color",
+)  # fmt: skip
+"""What a look-up tool reports about a thing."""
+HELD_OUT_SUBJECTS: tuple[str, ...] = ("warranty", "mileage", "budget", "editor", "profit", "density")
+TRAINED_ARGUMENTS: tuple[str, ...] = (
+    "name", "item", "id", "key", "query", "subject", "target", "user", "product", "object", "entity", "symbol", "code",
+    "label", "text", "input", "value", "q", "arg", "thing",
+)  # fmt: skip
+HELD_OUT_ARGUMENTS: tuple[str, ...] = ("record", "ticker", "keyword", "element", "who")
+TRAINED_NUMBERS: tuple[str, ...] = ("days", "limit", "count", "year", "page", "hours", "depth", "top")
+"""Integer arguments."""
+
+
+def is_held_out_word(word: str) -> bool:
+    """Invented words kept for evaluation."""
+    return zlib.crc32(word.encode()) % 10 == 3
+
+
+def invented(rng: random.Random, held_out: bool = False) -> str:
+    """A word of two or three syllables that means nothing."""
+    while True:
+        word = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3))))
+        word += rng.choice(("", "", *_CONSONANTS[:8]))
+        if is_held_out_word(word) == held_out:
+            return word
+
+
+def function_name(rng: random.Random, topic: str, held_out: bool = False) -> str:
+    """A name for a tool about `topic` in one of the styles of programmers, sometimes without any meaning."""
+    roll = rng.random()
+    if roll < 0.3:
+        words = [invented(rng, held_out) for _ in range(rng.choice((1, 2)))]
+    else:
+        verb = rng.choice(HELD_OUT_VERBS if held_out else TRAINED_VERBS)
+        words = [verb, topic] if roll < 0.7 else [invented(rng, held_out), topic] if roll < 0.9 else [topic, verb]
+    style = rng.random()
+    if style < 0.75:
+        return "_".join(words)
+    return words[0] + "".join(w.capitalize() for w in words[1:]) if style < 0.9 else "-".join(words)
+
+
+def argument_name(rng: random.Random, held_out: bool = False) -> str:
+    """A name for an argument."""
+    if rng.random() < 0.4:
+        return invented(rng, held_out)
+    return rng.choice(HELD_OUT_ARGUMENTS if held_out else TRAINED_ARGUMENTS)
