@@ -53,7 +53,7 @@ class Node:
 def ranks_below(pid: int) -> list[psutil.Process]:
     try:
         children = psutil.Process(pid).children(recursive=True)
-        return [child for child in children if any("_main" in part for part in child.cmdline())]
+        return [child for child in children if any("moe_engine.engine." in part for part in child.cmdline())]
     except psutil.Error:
         return []
 
