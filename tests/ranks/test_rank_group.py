@@ -113,7 +113,7 @@ def test_stopped_follower_is_named_though_collectives_still_wait(
     hold = Hold(1, phase, tmp_path / "flag", occurrence=1 if phase == "prefill" else 3)
     report = asyncio.run(hold_and(checkpoint, hold, signal.SIGSTOP, 1))
     report.check(f"DP0 TP1 (pid {report.pid}) silent for")
-    assert f"DP0 TP1 (pid {report.pid}) is late: step" in told(capfd)
+    assert f"DP0 TP1 (pid {report.pid}) is late: " in told(capfd)  # its last sign may be older than the step
 
 
 def test_followers_leave_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -> None:
