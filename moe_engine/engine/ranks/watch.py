@@ -169,10 +169,6 @@ class RankWatch:
     # -- answers
 
     @property
-    def all_joined(self) -> bool:
-        return all(state.pid for state in self._ranks)
-
-    @property
     def all_loaded(self) -> bool:
         return all(state.loaded for state in self._ranks)
 
