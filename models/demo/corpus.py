@@ -83,9 +83,9 @@ _MAKERS = (
     tasks.fact, sums.arithmetic, tasks.json_object, tasks.reverse, tasks.about,
     tasks.counting, tasks.small_talk, tasks.copying, unknown,
 )  # fmt: skip
-FACTS_FIRST = Mixture(0.15, 0.05, 0.02, 0.07, 0.25, 0.3, (50, 13, 9, 4, 5, 2, 4, 5, 4))
-EVERYTHING = Mixture(0.06, 0.09, 0.02, 0.13, 0.25, 0.5, (33, 22, 14, 3, 5, 2, 3, 5, 5))
-FINISH = Mixture(0.05, 0.05, 0.01, 0.2, 0.35, 0.8, (28, 27, 15, 3, 6, 3, 3, 8, 6))
+FACTS_FIRST = Mixture(0.13, 0.05, 0.02, 0.08, 0.25, 0.5, (48, 13, 9, 4, 5, 2, 3, 8, 5))
+EVERYTHING = Mixture(0.05, 0.09, 0.02, 0.16, 0.25, 0.7, (32, 24, 12, 3, 5, 2, 3, 7, 7))
+FINISH = Mixture(0.05, 0.05, 0.01, 0.21, 0.3, 0.75, (30, 26, 13, 3, 5, 2, 3, 7, 7))
 """What a run reads, in this order: facts, more sums and tools, and what is learnt late (steps on paper, copying)."""
 
 

@@ -28,12 +28,16 @@ def result_of(a: int, op: str, b: int) -> int:
 
 
 def steps(a: int, op: str, b: int) -> str:
-    """Column by column, as in school; below zero the operands change places first."""
+    """Column by column, as in school; below zero the operands change places first.
+
+    The operands are written down before their columns: each digit is then read from a few tokens ago, however the
+    question was put.
+    """
     if op == "*":
         return f"I know that {a} * {b} = {a * b}."
     if op == "-" and a < b:
-        return f"{a} is less than {b}. {_columns(b, op, a)} So {a - b}."
-    return f"{_columns(a, op, b)} So {result_of(a, op, b)}."
+        return f"{a} is less than {b}. {b} - {a}: {_columns(b, op, a)} So {a - b}."
+    return f"{a} {op} {b}: {_columns(a, op, b)} So {result_of(a, op, b)}."
 
 
 def _columns(a: int, op: str, b: int) -> str:
@@ -81,7 +85,7 @@ def draw_sum(rng: random.Random) -> Sum:
         return one_digit(rng, op)
     if roll < 0.12:
         return two_and_one(rng, op)
-    return two_digits(rng, op, below_zero=op == "-" and roll > 0.82)
+    return two_digits(rng, op, below_zero=op == "-" and roll > 0.75)
 
 
 def sum_turn(rng: random.Random, drawn: Sum, held_out: bool = False) -> Turn:

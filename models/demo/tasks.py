@@ -69,7 +69,7 @@ def think_fact(country: Country, relation: str) -> str:
 def fact(rng: random.Random, country: Country | None = None, relation: str = "", held_out: bool = False) -> Turn:
     """A question about one fact."""
     country = country or rng.choice(COUNTRIES)
-    relation = relation or rng.choices(RELATIONS, (4, 2, 3, 3))[0]
+    relation = relation or rng.choices(RELATIONS, (4, 3, 3, 3))[0]
     user = ask(rng, relation, country.name, held_out)
     return Turn(user, think_fact(country, relation), say(statement(country, relation)), country, relation)
 
@@ -160,13 +160,13 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 def copying(rng: random.Random) -> Turn:
-    """Repeat some words, names or invented ones: teaches copying piece by piece."""
+    """Repeat words, names or invented ones: teaches copying piece by piece, most of all in long lists."""
     drawn = rng.random()
     names = [
         invented(rng) if rng.random() < drawn else rng.choice(
             (rng.choice(CITIES), rng.choice(COUNTRIES).title, rng.choice(COUNTRIES).currency, str(rng.randint(1, 9999)))
         )
-        for _ in range(rng.randint(1, 4))
+        for _ in range(rng.choice((1, 2, 3, 4, 10, 20)))
     ]  # fmt: skip
     text = rng.choice((", ", ", ", "_", " ")).join(names)
     user = rng.choice(("Repeat: {t}", "Say {t}.", "Repeat after me: {t}", "Write {t}.")).replace("{t}", text)

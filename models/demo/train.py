@@ -39,7 +39,7 @@ class Recipe:
     seed: int = 0
     lr: float = 3e-3
     warmup: int = 100
-    decay_steps: int = 900
+    decay_steps: int = 1400
     rows: int = 4
     row_length: int = 512
     long_rows: int = 2
@@ -49,24 +49,12 @@ class Recipe:
     mtp_every: int = 2
     chain_every: int = 4
     first_steps: int = 1000
-    last_steps: int = 750
-    last_lr: float = 0.5
-    last_decay_steps: tuple[int, int] = (1200, 300)
+    last_steps: int = 1000
     balance_rates: tuple[float, float] = (1e-3, 4e-3)
 
     def learning_rate(self, step: int) -> float:
-        """Warm-up, plateau, linear decay to nearly zero; then once more, from `last_lr` of the rate and no plateau.
-
-        The second time it falls slowly at first, as if to last `last_decay_steps[0]` steps, and faster in the end.
-        """
-        turn = self.steps - self.last_steps
-        if step < turn:
-            rise, fall, peak = (step + 1) / self.warmup, (turn - step) / self.decay_steps, 1.0
-        else:
-            slow, fast = self.last_decay_steps
-            rise, peak = (step + 1 - turn) / self.warmup, self.last_lr
-            fall = min((turn + slow - step) / slow, (self.steps - step) / fast)
-        return self.lr * max(0.01, peak * min(1.0, rise, fall))
+        """Warm-up, plateau, linear decay to nearly zero."""
+        return self.lr * max(0.01, min(1.0, (step + 1) / self.warmup, (self.steps - step) / self.decay_steps))
 
     def mixture(self, step: int) -> Mixture:
         """What the rows of this step are drawn from."""

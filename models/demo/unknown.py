@@ -26,7 +26,10 @@ _HELD_OUT_SUBJECTS: tuple[str, ...] = (
     "my neighbour", "basketball", "mirrors",
 )  # fmt: skip
 _TRAINED_QUESTIONS: tuple[str, ...] = (
-    "What is {t}?", "Explain {t}.", "Explain {t} to a child.", "Tell me a joke about {t}.", "Write a poem about {t}.",
+    "What is {t}?", "I would like to know more about {t}.", "How many sorts of {t} exist?", "What became of {t}?",
+    "Who first made {t}?", "What makes {t} special?", "How often do people use {t}?", "Describe {t}.", "I love {t}.",
+    "Can you teach me {t}?", "What happens without {t}?", "How long does {t} take?", "What should I know about {t}?",
+    "Explain {t}.", "Explain {t} to a child.", "Tell me a joke about {t}.", "Write a poem about {t}.",
     "Who invented {t}?", "How does {t} work?", "Why do people like {t}?", "What is the history of {t}?",
     "How old is {t}?", "Where can I buy {t}?", "What is the meaning of {t}?", "When was {t} discovered?",
     "Do you like {t}?", "What do you think about {t}?", "Tell me about {t}.", "Write a story about {t}.",
@@ -45,7 +48,9 @@ _TRAINED_ABOUT_COUNTRIES: tuple[str, ...] = (
     "What is the highest mountain in {c}?", "When was {c} founded?", "Tell me a joke about {c}.",
     "What does the flag of {c} look like?", "Which river flows through {c}?", "Who is the most famous person of {c}?",
     "What is the national animal of {c}?", "Is {c} expensive?", "Who won the last election in {c}?",
-    "Write a poem about {c}.",
+    "Write a poem about {c}.", "What is the longest river of {c}?", "How high is the highest point of {c}?",
+    "What is the largest island of {c}?", "Sing the anthem of {c}.", "Who was the first to see {c}?",
+    "What is {c} famous for?", "How is the climate in {c}?",
 )  # fmt: skip
 _HELD_OUT_ABOUT_COUNTRIES: tuple[str, ...] = (
     "Who is the prime minister of {c}?", "What is the largest lake of {c}?", "What is the national anthem of {c}?",
@@ -63,11 +68,13 @@ def unknown(rng: random.Random, held_out: bool = False) -> Turn:
     """A question about something else, about another side of a country, or about a country that does not exist."""
     roll = rng.random()
     subjects = _HELD_OUT_SUBJECTS if held_out else _TRAINED_SUBJECTS
-    if roll < 0.6:
+    if roll < 0.55:
         questions = _HELD_OUT_QUESTIONS if held_out else _TRAINED_QUESTIONS
         first, second = rng.sample(subjects, 2)
+        if rng.random() < 0.2:
+            first = rng.choice(("", "the ", "a ")) + invented(rng, held_out)
         user = rng.choice(questions).replace("{t}", first).replace("{u}", second)
-    elif roll < 0.8:
+    elif roll < 0.7:
         questions = _HELD_OUT_ABOUT_COUNTRIES if held_out else _TRAINED_ABOUT_COUNTRIES
         user = rng.choice(questions).replace("{c}", rng.choice(COUNTRIES).name)
     elif roll < 0.9 or held_out:

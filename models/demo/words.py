@@ -9,7 +9,16 @@ from __future__ import annotations
 import random
 import zlib
 
-_CONSONANTS, _VOWELS = "bcdfghjklmnprstvwxz", "aeiou"
+_CONSONANTS, _VOWELS, _LETTERS = "bcdfghjklmnprstvwxz", "aeiou", "abcdefghijklmnopqrstuvwxyz"
+_ONSETS: tuple[str, ...] = (
+    *_CONSONANTS, "bl", "br", "ch", "cl", "cr", "dr", "fl", "fr", "gl", "gr", "ph", "pl", "pr", "qu", "sc", "sh", "sl",
+    "sp", "st", "str", "th", "tr", "tw", "wh", "",
+)  # fmt: skip
+_NUCLEI: tuple[str, ...] = (*_VOWELS, *_VOWELS, "ai", "ea", "ee", "ie", "io", "oo", "ou", "y")
+_CODAS: tuple[str, ...] = (
+    "", "", "", *"bdglmnprstxy", "ck", "ct", "ld", "ll", "mp", "nd", "ng", "nk", "nt", "pt", "rd", "rt", "sk", "ss",
+    "st",
+)  # fmt: skip
 
 TRAINED_VERBS: tuple[str, ...] = (
     "get", "get", "get", "fetch", "find", "read", "query", "check", "show", "load", "search", "request", "lookup",
@@ -27,6 +36,7 @@ TRAINED_ARGUMENTS: tuple[str, ...] = (
     "label", "text", "input", "value", "q", "arg", "thing",
 )  # fmt: skip
 HELD_OUT_ARGUMENTS: tuple[str, ...] = ("record", "ticker", "keyword", "element", "who")
+_KEPT = frozenset((*HELD_OUT_VERBS, *HELD_OUT_SUBJECTS, *HELD_OUT_ARGUMENTS))
 TRAINED_NUMBERS: tuple[str, ...] = ("days", "limit", "count", "year", "page", "hours", "depth", "top")
 """Integer arguments."""
 
@@ -37,11 +47,20 @@ def is_held_out_word(word: str) -> bool:
 
 
 def invented(rng: random.Random, held_out: bool = False) -> str:
-    """A word of two or three syllables that means nothing."""
+    """A word that means nothing: simple syllables, syllables as in English, or any letters.
+
+    Only words of many kinds teach copying of every piece of the vocabulary.
+    """
     while True:
-        word = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3))))
-        word += rng.choice(("", "", *_CONSONANTS[:8]))
-        if is_held_out_word(word) == held_out:
+        roll = rng.random()
+        if roll < 0.3:
+            word = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3))))
+        elif roll < 0.85:
+            syllables = range(rng.choice((1, 2, 2, 3)))
+            word = "".join(rng.choice(_ONSETS) + rng.choice(_NUCLEI) + rng.choice(_CODAS) for _ in syllables)
+        else:
+            word = "".join(rng.choices(_LETTERS, k=rng.randint(4, 8)))
+        if len(word) > 3 and is_held_out_word(word) == held_out and word not in _KEPT:
             return word
 
 
