@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.report import table, write_result
+from benchmarks.report import add_result_options, table, write_result
 from benchmarks.stats import median
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.parallel.collectives import DistributedGroup, SingleRank
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each line")
-    parser.add_argument("--no-json", action="store_true")
+    add_result_options(parser)
     args = parser.parse_args()
     lines: list[Line] = []
     for ranks in args.ranks:
@@ -305,7 +305,7 @@ def main() -> None:
     errors = fp8_errors()
     print("relative error of the sums: " + ", ".join(f"{name} {error:.2%}" for name, error in errors.items()))
     if not args.no_json:
-        print(write_result("dispatch", {"lines": [asdict(line) for line in lines], "errors": errors}))
+        print(write_result("dispatch", {"lines": [asdict(line) for line in lines], "errors": errors}, path=args.json))
 
 
 if __name__ == "__main__":

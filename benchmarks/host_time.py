@@ -154,8 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, default=1024, help="sampling grows with it; it is the device's work")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95 instead of greedy")
     parser.add_argument("--no-cache", action="store_true", help="without the prefix cache")
-    parser.add_argument("--json", type=Path, help="where to write the result (default: benchmarks/results)")
-    parser.add_argument("--no-json", action="store_true")
+    report.add_result_options(parser)
     args = parser.parse_args(argv)
 
     ports = [run_core(args, overlap=True) for _ in range(args.runs)]

@@ -14,7 +14,6 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, report
@@ -94,8 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3000, help="agreements measured")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--no-json", action="store_true")
+    report.add_result_options(parser)
     args = parser.parse_args(argv)
 
     exchange = {groups: exchange_seconds(groups, args.steps) * 1e6 for groups in (2, 4)}

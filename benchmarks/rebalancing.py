@@ -8,7 +8,6 @@ moves. Target: below 5 %.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, report
@@ -52,8 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=400)
     parser.add_argument("--passes", type=int, default=100, help="between two plans")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--no-json", action="store_true")
+    report.add_result_options(parser)
     args = parser.parse_args(argv)
 
     lines = [measure(model, args.moe_a2a_backend, args.requests, args.output_len, args.passes) for model in args.models]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, report
@@ -103,8 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--steps", type=int, default=32, help="decode steps of a turn")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--no-json", action="store_true")
+    report.add_result_options(parser)
     args = parser.parse_args(argv)
 
     lines = []

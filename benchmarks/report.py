@@ -6,6 +6,7 @@ No command of its own: the benchmarks call `write_result`, which makes
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -117,6 +118,15 @@ def write_result(
     partial.write_text(json.dumps({"about": about, **values}, indent=1, default=str) + "\n")
     partial.replace(path)
     return path
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """``--json FILE`` and ``--no-json``, for benchmarks that write their result unless told not to."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--json", type=Path, metavar="FILE", help="where to write the result (default: benchmarks/results)"
+    )
+    group.add_argument("--no-json", action="store_true", help="print it only")
 
 
 def append_jsonl(path: str | Path, values: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ import time
 from dataclasses import asdict
 from functools import reduce
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from benchmarks import report
@@ -56,8 +55,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
         "--no-probe", action="store_true", help="take transformers as it comes, without looking for its best way"
     )
     parser.add_argument("--name", default="side_by_side", help="part of the result file's name")
-    parser.add_argument("--json", type=Path, help="where to write the result (default: benchmarks/results)")
-    parser.add_argument("--no-json", action="store_true")
+    report.add_result_options(parser)
     own, rest = parser.parse_known_args(argv)
     from moe_engine.config.args import build_parser
     from moe_engine.config.flags import parse_flags

@@ -15,7 +15,6 @@ import random
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -155,8 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-growth-mib", type=float, default=48.0, help="of all processes together")
     parser.add_argument("--url", help="a running server, instead of starting one")
     parser.add_argument("--api-key", help="of the server behind --url")
-    parser.add_argument("--json", type=Path, help="where to write the result (default: benchmarks/results)")
-    parser.add_argument("--no-json", action="store_true")
+    report.add_result_options(parser)
     args, flags = parser.parse_known_args(argv)
     try:
         if args.url:

@@ -265,8 +265,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--questions", type=int, default=8, help="embedded: questions of each of its tasks")
     parser.add_argument("--input-len", type=int, default=32, help="other models: random tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=128, help="other models: tokens of an answer")
-    parser.add_argument("--json", type=Path, help="where to write the result (default: benchmarks/results)")
-    parser.add_argument("--no-json", action="store_true")
+    report.add_result_options(parser)
     own, rest = parser.parse_known_args(argv)
     from moe_engine.config.args import build_parser
     from moe_engine.config.flags import parse_flags

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -81,8 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=300.0)
-    parser.add_argument("--json", type=Path, help="where to write the result (default: benchmarks/results)")
-    parser.add_argument("--no-json", action="store_true")
+    report.add_result_options(parser)
     args, flags = parser.parse_known_args(argv)
     runs = []
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.models.cut import UNCUT, Cut
 
 _POOL = 1_048_573  # prime, so that rows of any width start at different places
 
@@ -47,19 +47,18 @@ class DummyReader:
         self,
         name: str,
         shape: tuple[int, ...],
+        cut: Cut = UNCUT,
         *,
-        rows: slice | None = None,
-        cols: slice | None = None,
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        sliced = _sliced(shape, rows, cols)
+        sliced = cut.shape(shape)
         if out is None:
             out = torch.empty(sliced, dtype=dtype or self.dtype, device=self.device)
         if "norm" in name:
             return out.fill_(1.0)
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
-        offset = zlib.crc32(f"{name} {rows} {cols}".encode()) % _POOL
+        offset = zlib.crc32(f"{name} {cut.rows} {cut.cols}".encode()) % _POOL
         if out.is_contiguous():
             self._fill(out.view(-1), scale, offset)
             return out
@@ -67,32 +66,16 @@ class DummyReader:
         self._fill(filled.view(-1), scale, offset)
         return out.copy_(filled)
 
-    def linear(
-        self,
-        prefix: str,
-        shape: tuple[int, int],
-        *,
-        rows: slice | None = None,
-        cols: slice | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return self.tensor(prefix + ".weight", shape, rows=rows, cols=cols, out=out)
+    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | None = None) -> Tensor:
+        return self.tensor(prefix + ".weight", shape, cut, out=out)
 
-    def keeps_blocks(
-        self, prefix: str, shape: tuple[int, int], *, rows: slice | None = None, cols: slice | None = None
-    ) -> bool:
+    def keeps_blocks(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
         return self._block_fp8 and ".layers." in prefix and not prefix.endswith(".eh_proj")
 
     def blocks(
-        self,
-        prefix: str,
-        shape: tuple[int, int],
-        *,
-        rows: slice | None = None,
-        cols: slice | None = None,
-        out: BlockWeight | None = None,
+        self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: BlockWeight | None = None
     ) -> BlockWeight:
-        sliced = _sliced(shape, rows, cols)
+        sliced = cut.shape(shape)
         if out is None:
             out = BlockWeight.empty(sliced[0], sliced[1], self.device, self.power_of_two)
         scale = 2.0**-7  # of every block: the numbers use e4m3's range, and its largest is out of reach for any K
@@ -116,8 +99,3 @@ class DummyReader:
             size = min(_POOL - offset, flat.numel() - done)
             flat[done : done + size] = pool[offset : offset + size]
             done, offset = done + size, 0
-
-
-def _sliced(shape: Sequence[int], *cuts: slice | None) -> list[int]:
-    """The shape of what the cuts, one a dimension, leave."""
-    return [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(shape, cuts)]

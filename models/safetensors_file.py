@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError
 from moe_engine.models.checkpoint_files import WeightFile
+from moe_engine.models.cut import UNCUT, Cut
 
 DTYPES = {
     "F64": torch.float64,
@@ -59,19 +60,19 @@ class SafetensorsFile:
         count = entry.num_bytes // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
 
-    def prefetch(self, name: str, rows: slice | None = None, cols: slice | None = None) -> None:
+    def prefetch(self, name: str, cut: Cut = UNCUT) -> None:
         """Has the system start to read the tensor, or the part of it that will be wanted.
 
         Columns wide enough to spare pages between the rows are left to be read when they are touched.
         """
         entry = self.entries[name]
         start, stop = entry.start, entry.stop
-        if rows is not None:
-            first, last, _ = rows.indices(entry.shape[0])
+        if cut.rows is not None:
+            first, last, _ = cut.rows.indices(entry.shape[0])
             row_bytes = entry.num_bytes // max(1, entry.shape[0])
             start, stop = entry.start + first * row_bytes, entry.start + last * row_bytes
-        if cols is not None:
-            width = len(range(*cols.indices(entry.shape[1])))
+        if cut.cols is not None:
+            width = len(range(*cut.cols.indices(entry.shape[1])))
             if entry.num_bytes // max(1, entry.shape[0]) - width * DTYPES[entry.dtype].itemsize >= 2 * mmap.PAGESIZE:
                 return
         self._advise(mmap.MADV_WILLNEED, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)

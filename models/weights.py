@@ -19,8 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
-from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, num_blocks
+from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
 from moe_engine.models.checkpoint_files import TensorHeader, read_checkpoint
+from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.tensors import FLOATS, FP8, SCALES, scale_of
 
@@ -42,43 +43,26 @@ class WeightSource(Protocol):
         self,
         name: str,
         shape: tuple[int, ...],
+        cut: Cut = UNCUT,
         *,
-        rows: slice | None = None,
-        cols: slice | None = None,
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """A tensor of its own memory on the device, cast to `dtype` (default: the activation dtype).
 
         Args:
-            rows, cols: slices of the first and second dimension; only these are read.
+            cut: the part of it that is wanted; only this is read.
             out: write here (already of the sliced shape) and return it; its dtype wins.
         """
 
-    def linear(
-        self,
-        prefix: str,
-        shape: tuple[int, int],
-        *,
-        rows: slice | None = None,
-        cols: slice | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | None = None) -> Tensor:
         """`prefix`.weight [N, K] in the activation dtype, dequantised where a scale lies beside it."""
 
-    def keeps_blocks(
-        self, prefix: str, shape: tuple[int, int], *, rows: slice | None = None, cols: slice | None = None
-    ) -> bool:
-        """Whether `blocks` can give this part: stored as e4m3 in blocks of 128 x 128, none of them cut by a slice."""
+    def keeps_blocks(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
+        """Whether `blocks` can give this part: stored as e4m3 in blocks of 128 x 128, none of them cut."""
 
     def blocks(
-        self,
-        prefix: str,
-        shape: tuple[int, int],
-        *,
-        rows: slice | None = None,
-        cols: slice | None = None,
-        out: BlockWeight | None = None,
+        self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: BlockWeight | None = None
     ) -> BlockWeight:
         """`prefix`.weight as it is stored, with its scales in float32; only where `keeps_blocks` says so."""
 
@@ -148,63 +132,46 @@ class WeightReader:
         self,
         name: str,
         shape: tuple[int, ...],
+        cut: Cut = UNCUT,
         *,
-        rows: slice | None = None,
-        cols: slice | None = None,
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        part = self._part(name, shape, FLOATS, rows, cols)
+        part = self._part(name, shape, FLOATS, cut)
         if out is None:
             out = torch.empty(part.shape, dtype=dtype or self.dtype, device=self.device)
         _copy(out, part)
         self._done(name, part.numel() * part.element_size())
         return out
 
-    def linear(
-        self,
-        prefix: str,
-        shape: tuple[int, int],
-        *,
-        rows: slice | None = None,
-        cols: slice | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | None = None) -> Tensor:
         name = prefix + ".weight"
         scale_name = scale_of(name, self._files)
         if scale_name is None:
-            return self.tensor(name, shape, rows=rows, cols=cols, out=out)
-        part = self._part(name, shape, (*FP8, *FLOATS), rows, cols)
+            return self.tensor(name, shape, cut, out=out)
+        part = self._part(name, shape, (*FP8, *FLOATS), cut)
         if out is None:
             out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
-        dequantise_into(out, part, self._scale(scale_name, shape), self._block, rows, cols)
+        dequantise_into(out, part, self._scale(scale_name, shape), self._block, cut)
         self._done(name, part.numel() * part.element_size())
         return out
 
-    def keeps_blocks(
-        self, prefix: str, shape: tuple[int, int], *, rows: slice | None = None, cols: slice | None = None
-    ) -> bool:
+    def keeps_blocks(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
         name = prefix + ".weight"
         if scale_of(name, self._files) is None or self._block != (BLOCK, BLOCK):
             return False
-        return self._entry(name).dtype == "F8_E4M3" and all(map(_cuts_no_block, (rows, cols), shape))
+        return self._entry(name).dtype == "F8_E4M3" and cut.keeps_blocks_whole(shape)
 
     def blocks(
-        self,
-        prefix: str,
-        shape: tuple[int, int],
-        *,
-        rows: slice | None = None,
-        cols: slice | None = None,
-        out: BlockWeight | None = None,
+        self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: BlockWeight | None = None
     ) -> BlockWeight:
         name = prefix + ".weight"
         scale_name = scale_of(name, self._files)
         assert scale_name is not None
-        part = self._part(name, shape, FP8, rows, cols)
+        part = self._part(name, shape, FP8, cut)
         if out is None:
             out = BlockWeight.empty(part.shape[0], part.shape[1], self.device, self.power_of_two)
-        out.scales.copy_(_cut(self._scale(scale_name, shape), _in_blocks(rows), _in_blocks(cols)))
+        out.scales.copy_(cut.in_blocks().of(self._scale(scale_name, shape)))
         _copy(out.data, part)
         self._done(name, part.numel() * part.element_size())
         return out
@@ -251,14 +218,11 @@ class WeightReader:
                 "use a bf16 or block-FP8 checkpoint"
             )
 
-    def _part(
-        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], rows: slice | None = None,
-        cols: slice | None = None,
-    ) -> Tensor:  # fmt: skip
-        """A view of the slices of a tensor of that shape and one of these dtypes."""
+    def _part(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], cut: Cut = UNCUT) -> Tensor:
+        """A view of the part of a tensor of that shape and one of these dtypes."""
         self._check(name, shape, dtypes)
-        self._files[name].prefetch(name, rows, cols)
-        return _cut(self._files[name].view(name), rows, cols)
+        self._files[name].prefetch(name, cut)
+        return cut.of(self._files[name].view(name))
 
     def _done(self, name: str, num_bytes: int) -> None:
         with self._lock:
@@ -274,16 +238,14 @@ class WeightReader:
             self._bar.update(num_bytes)
 
 
-def dequantise_into(
-    out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], rows: slice | None, cols: slice | None
-) -> None:
+def dequantise_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
     """out[r, c] = weight[r, c] * scale[r div block, c div block], a bounded number of rows at a time.
 
-    `weight` is the part [rows, cols] of a tensor whose whole scale grid is `scale`; blocks at the edges are shorter.
+    `weight` is the part `cut` of a tensor whose whole scale grid is `scale`; blocks at the edges are shorter.
     """
     weight, scale = weight.to(out.device), scale.to(out.device)
     num_rows, num_cols = weight.shape
-    first_row, first_col = (rows.start or 0) if rows else 0, (cols.start or 0) if cols else 0
+    first_row, first_col = _first(cut.rows), _first(cut.cols)
     row_block = (torch.arange(num_rows, device=out.device) + first_row) // block[0]
     col_block = (torch.arange(num_cols, device=out.device) + first_col) // block[1]
     step = max(1, _CHUNK_ELEMENTS // max(1, num_cols))
@@ -302,24 +264,8 @@ def _copy(out: Tensor, part: Tensor) -> None:
         out.copy_(part)
 
 
-def _cut(tensor: Tensor, rows: slice | None, cols: slice | None) -> Tensor:
-    if rows is not None:
-        tensor = tensor[rows]
-    return tensor if cols is None else tensor[:, cols]
-
-
-def _cuts_no_block(cut: slice | None, length: int) -> bool:
-    if cut is None:
-        return True
-    start, stop, _ = cut.indices(length)
-    return start % BLOCK == 0 and (stop % BLOCK == 0 or stop == length)
-
-
-def _in_blocks(cut: slice | None) -> slice | None:
-    """The slice of the scale grid that belongs to a slice of the weight."""
-    if cut is None:
-        return None
-    return slice((cut.start or 0) // BLOCK, None if cut.stop is None else num_blocks(cut.stop))
+def _first(cut: slice | None) -> int:
+    return (cut.start or 0) if cut else 0
 
 
 def _open_files(directory: Path) -> dict[str, SafetensorsFile]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from moe_engine.parallel.collectives import DistributedGroup, Group, Observer, SingleRank
 from moe_engine.parallel.elastic import ElasticWorld
+from moe_engine.parallel.host_group import through_shared_memory
 from moe_engine.parallel.topology import RankLists, Topology
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def join(
     device: torch.device | str = "cpu",
     backend: str | None = None,
     observe: Observer | None = None,
+    share_memory: bool = True,
 ) -> ParallelContext:
     """The context of this rank. Collective over torch's default process group, whose size is `topology.tp_size`.
 
@@ -118,6 +120,7 @@ def join(
         device: where the tensors live that travel.
         backend: of the process groups; None takes the default group's.
         observe: is told of every operation, see `DistributedGroup`.
+        share_memory: CPU ranks of one host sum and gather through memory they share, where they can.
     """
     if topology.tp_size == 1:
         return ParallelContext(topology)
@@ -133,9 +136,21 @@ def join(
                 made[use, tuple(ranks)] = group
         return next(made.get((use, tuple(ranks))) for ranks in lists if rank in ranks)
 
+    groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+
     def group(lists: RankLists, observe: Observer | None = observe, use: str = "") -> Group:
-        found = process_group(lists, use)
-        return SingleRank(device) if found is None else DistributedGroup(found, timeout_s, device, observe)
+        found, key = process_group(lists, use), (use, tuple(next(ranks for ranks in lists if rank in ranks)))
+        if found is None:
+            return SingleRank(device)
+        if key not in groups:
+            plain = DistributedGroup(found, timeout_s, device, observe)
+            shares = share_memory and plain.on_host and not use and on_one_host(lists)
+            groups[key] = through_shared_memory(plain, observe) if shares else plain
+        return groups[key]
+
+    def on_one_host(lists: RankLists) -> bool:
+        per_host = topology.tp_size // topology.num_nodes
+        return all(len({member // per_host for member in ranks}) == 1 for ranks in lists)
 
     everybody = [list(range(topology.tp_size))]
     return ParallelContext(

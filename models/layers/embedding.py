@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.cut import Cut
 from moe_engine.models.layers.linear import Linear
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.collectives import Group
@@ -115,7 +116,7 @@ def load_vocabulary(read: Callable[..., Tensor], reader: WeightSource, config: M
     start = min(group.rank * width, config.vocab_size)
     stop = min(start + width, config.vocab_size)
     weight = torch.zeros(width, config.hidden_size, dtype=reader.dtype, device=reader.device)
-    read(shape, rows=slice(start, stop), out=weight[: stop - start])
+    read(shape, Cut(slice(start, stop)), out=weight[: stop - start])
     return weight
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import BlockScaledLinear, LinearKernel
 from moe_engine.kernels.quantization.protocol import BLOCK, NUMBERS, Activation, BlockWeight, as_read
+from moe_engine.models.cut import Cut
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
 
@@ -60,11 +61,10 @@ def load_linear(
     """
     shares = out_shares or [WHOLE] * len(prefixes)
     counts = [share.width(rows) for share, rows in zip(shares, out_features)]
-    total, cols = sum(counts), in_share.cut(in_features)
+    total, cuts = sum(counts), [Cut(s.cut(rows), in_share.cut(in_features)) for s, rows in zip(shares, out_features)]
     has_bias = bias and in_share.is_first
     keeps = isinstance(kernel, BlockScaledLinear) and all(
-        reader.keeps_blocks(prefix, (rows, in_features), rows=share.cut(rows), cols=cols)
-        for prefix, rows, share in zip(prefixes, out_features, shares)
+        reader.keeps_blocks(prefix, (rows, in_features), cut) for prefix, rows, cut in zip(prefixes, out_features, cuts)
     )
     width = in_share.width(in_features)
     weight: Tensor | BlockWeight
@@ -74,14 +74,14 @@ def load_linear(
         weight = torch.empty(total, width, dtype=reader.dtype, device=reader.device)
     biases = torch.empty(total, dtype=reader.dtype, device=reader.device) if has_bias else None
     start = 0
-    for prefix, rows, share, count in zip(prefixes, out_features, shares, counts):
-        part, stop = share.cut(rows), start + count
+    for prefix, rows, cut, count in zip(prefixes, out_features, cuts, counts):
+        stop = start + count
         if isinstance(weight, BlockWeight):
-            reader.blocks(prefix, (rows, in_features), rows=part, cols=cols, out=weight.rows(start, stop))
+            reader.blocks(prefix, (rows, in_features), cut, out=weight.rows(start, stop))
         else:
-            reader.linear(prefix, (rows, in_features), rows=part, cols=cols, out=weight[start:stop])
+            reader.linear(prefix, (rows, in_features), cut, out=weight[start:stop])
         if biases is not None:
-            reader.tensor(prefix + ".bias", (rows,), rows=part, out=biases[start:stop])
+            reader.tensor(prefix + ".bias", (rows,), Cut(cut.rows), out=biases[start:stop])
         elif bias:
             reader.skip(prefix + ".bias")
         start = stop

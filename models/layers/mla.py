@@ -21,6 +21,7 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, Reads, read_by_all
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.cut import Cut
 from moe_engine.models.layers import mla_pieces
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.mla_pieces import Piece
@@ -121,7 +122,7 @@ class MLAAttention:
         per_head = mla.qk_nope_head_dim + mla.v_head_dim
         num_rows = whole.num_heads * per_head
         part = self._share.cut(num_rows)
-        weight = reader.linear(f"{prefix}.kv_b_proj", (num_rows, mla.kv_lora_rank), rows=part)
+        weight = reader.linear(f"{prefix}.kv_b_proj", (num_rows, mla.kv_lora_rank), Cut(part))
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
         keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
         self._w_uk = self._linear.prepare_heads(keys)

@@ -17,6 +17,7 @@ from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertsKerne
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, as_read, numbers_of, read_by_all
 from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.stages import Stages, finish
 from moe_engine.models.load_threads import for_each
@@ -218,8 +219,7 @@ class Projection(NamedTuple):
 
     name: str
     shape: tuple[int, int]
-    rows: slice | None = None
-    cols: slice | None = None
+    cut: Cut = UNCUT
 
 
 class StoredExperts:
@@ -263,17 +263,14 @@ class StoredExperts:
             return flat[0].view(width, hidden), flat[1].view(width, hidden), flat[2].view(hidden, width)
 
         def load(index: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-            for (name, shape, rows, cols), out in zip(self._projections(experts[index]), parts):
-                reader.linear(name, shape, rows=rows, cols=cols, out=out)
+            for projection, out in zip(self._projections(experts[index]), parts):
+                reader.linear(*projection, out=out)
             for slot in slots[experts[index]]:
                 kernel.load_expert(weights, slot, *parts)
 
         def load_blocks(index: int, nothing: None) -> None:
             assert isinstance(kernel, BlockScaledExperts)
-            gate, up, down = (
-                reader.blocks(name, shape, rows=rows, cols=cols)
-                for name, shape, rows, cols in self._projections(experts[index])
-            )
+            gate, up, down = (reader.blocks(*projection) for projection in self._projections(experts[index]))
             for slot in slots[experts[index]]:
                 kernel.load_expert_blocks(weights, slot, gate, up, down)
 
@@ -284,16 +281,14 @@ class StoredExperts:
 
     def _keeps_blocks(self, reader: WeightSource, expert: int) -> bool:
         return isinstance(self._kernel, BlockScaledExperts) and all(
-            reader.keeps_blocks(name, shape, rows=rows, cols=cols)
-            for name, shape, rows, cols in self._projections(expert)
+            reader.keeps_blocks(*projection) for projection in self._projections(expert)
         )
 
     def _projections(self, expert: int) -> list[Projection]:
         """Gate, up and down."""
         name, names, wide = f"{self._prefix}.{expert}", self._names, (self._whole, self._hidden)
-        down = Projection(f"{name}.{names.down}", (self._hidden, self._whole), cols=self._cut)
         return [
-            Projection(f"{name}.{names.gate}", wide, self._cut),
-            Projection(f"{name}.{names.up}", wide, self._cut),
-            down,
+            Projection(f"{name}.{names.gate}", wide, Cut(self._cut)),
+            Projection(f"{name}.{names.up}", wide, Cut(self._cut)),
+            Projection(f"{name}.{names.down}", wide[::-1], Cut(cols=self._cut)),
         ]

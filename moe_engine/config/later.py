@@ -260,7 +260,6 @@ LATER: dict[str, LaterFlag] = {
 }
 
 SATISFIED: dict[str, str] = {
-    "disable_custom_all_reduce": "one rank reduces nothing",
     "disable_outlines_disk_cache": "there is no grammar cache",
     "skip_server_warmup": "the server sends itself no request: kernels are warm before it listens",
     "show_time_cost": "the log always says how long the parts of a start took",

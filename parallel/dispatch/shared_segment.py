@@ -30,16 +30,20 @@ ALIVE_EVERY = 64  # looks at sleep between two questions whether the peers live
 class SharedSegment:
     """`num_bytes` of zeroed memory common to the group, and `num_flags` counters for each rank.
 
-    Collective to make. Pages cost memory only once they are touched. Nobody waits for ranks that the group has `lost`.
+    Collective to make. Nobody waits for ranks that the group has `lost`.
+
+    Args:
+        reserve: take the memory now, or fail; else pages cost memory once they are touched, and a host that has none
+            left by then kills the rank.
 
     Raises:
-        OSError: the shared memory is too small for it, or the ranks are on different hosts.
+        OSError: there is too little shared memory, or the ranks are on different hosts; on every rank alike.
     """
 
-    def __init__(self, group: Group, num_bytes: int, num_flags: int) -> None:
+    def __init__(self, group: Group, num_bytes: int, num_flags: int, reserve: bool = False) -> None:
         self._group = group
         head_bytes = -(-num_flags * group.size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._file = _open_common(group, head_bytes + num_bytes)
+        self._file = _open_common(group, head_bytes + num_bytes, reserve)
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, group.rank)
         weakref.finalize(self, os.close, self._file)
         memory = mmap.mmap(self._file, head_bytes + num_bytes)
@@ -91,24 +95,43 @@ class SharedSegment:
         return False
 
 
-def _open_common(group: Group, num_bytes: int) -> int:
+def _open_common(group: Group, num_bytes: int, reserve: bool) -> int:
     """The same unnamed file on every rank of the group."""
     name = torch.zeros(256, dtype=torch.uint8, device=group.device)
-    file = -1
+    file, path, failure = -1, "", ""
     first = 0 if group.alive is None else int(group.alive.nonzero()[0])
     if group.rank == first:
-        file, path = tempfile.mkstemp(prefix="moe-engine-", dir=FOLDER)
-        os.ftruncate(file, num_bytes)
-        name[: len(path)] = torch.tensor(list(path.encode()), dtype=torch.uint8)
+        try:
+            file, path = _new_file(num_bytes, reserve)
+            name[: len(path)] = torch.tensor(list(path.encode()), dtype=torch.uint8)
+        except OSError as error:
+            failure = f": {error.strerror}"
     group.broadcast(name, source=first)
     path = bytes(name.tolist()).rstrip(b"\0").decode()
     try:
-        if file < 0 and os.path.exists(path):
+        if file < 0 and path and os.path.exists(path):
             file = os.open(path, os.O_RDWR)
         missing = sum(group.exchange_ints([int(file < 0)] * group.size))
     finally:
-        if group.rank == first:
+        if group.rank == first and path:
             os.unlink(path)
     if missing:
-        raise OSError(f"{missing} ranks do not see {path}: shared memory joins ranks of one host")
+        if file >= 0:
+            os.close(file)
+        what = f"{num_bytes} bytes in {FOLDER} cannot be had{failure}" if not path else f"{missing} ranks do not see it"
+        raise OSError(f"{what}; shared memory joins ranks of one host")
     return file
+
+
+def _new_file(num_bytes: int, reserve: bool) -> tuple[int, str]:
+    file, path = tempfile.mkstemp(prefix="moe-engine-", dir=FOLDER)
+    try:
+        if reserve:
+            os.posix_fallocate(file, 0, num_bytes)
+        else:
+            os.ftruncate(file, num_bytes)
+    except OSError:
+        os.close(file)
+        os.unlink(path)
+        raise
+    return file, path

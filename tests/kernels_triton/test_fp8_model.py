@@ -31,6 +31,7 @@ from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import FP8, NUMBERS, BlockWeight, Reads
 from moe_engine.kernels.registry import select
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.loader import load_model
@@ -150,12 +151,12 @@ def test_blocks_of_a_stored_weight(tmp_path: Path) -> None:
     want, shape = dequantise_fp8(tensors)["x_proj.weight"], (300, 400)
     reader = WeightReader(tmp_path, torch.float32, power_of_two=True)
     for rows, cols in ((None, None), (slice(128, 300), None), (slice(0, 256), slice(128, 384))):
-        assert reader.keeps_blocks("x_proj", shape, rows=rows, cols=cols)
-        blocks = reader.blocks("x_proj", shape, rows=rows, cols=cols)
+        assert reader.keeps_blocks("x_proj", shape, Cut(rows, cols))
+        blocks = reader.blocks("x_proj", shape, Cut(rows, cols))
         assert blocks.power_of_two and blocks.data.dtype == FP8
         assert torch.equal(reference.dequantize_weight(blocks), want[rows or slice(None), cols or slice(None)])
-    assert not reader.keeps_blocks("x_proj", shape, rows=slice(64, 256))
-    assert not reader.keeps_blocks("x_proj", shape, cols=slice(0, 200))
+    assert not reader.keeps_blocks("x_proj", shape, Cut(slice(64, 256)))
+    assert not reader.keeps_blocks("x_proj", shape, Cut(cols=slice(0, 200)))
     assert not reader.keeps_blocks("y_proj", (8, 8))
     assert not WeightReader(tmp_path, torch.float32, block=(64, 64)).keeps_blocks("x_proj", shape)
     with pytest.raises(CheckpointError, match=r"shape \[300, 400\], config.json implies \[300, 500\]"):

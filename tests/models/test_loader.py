@@ -15,6 +15,7 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import INDEX_FILE
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import load_model
 from moe_engine.models.weights import WeightReader
@@ -162,7 +163,7 @@ def test_slices_of_a_quantised_weight(tmp_path: Path, scale_dtype: str) -> None:
     want = dequantise_fp8(tensors)["x_proj.weight"]
     for rows, cols in ((None, None), (slice(100, 290), None), (None, slice(64, 200)), (slice(130, 131), slice(5, 129))):
         reader = WeightReader(tmp_path, torch.float32)
-        got = reader.linear("x_proj", (300, 200), rows=rows, cols=cols)
+        got = reader.linear("x_proj", (300, 200), Cut(rows, cols))
         assert torch.equal(got, want[rows or slice(None), cols or slice(None)])
         reader.finish()
 
@@ -195,7 +196,7 @@ def test_dummy_weights(tmp_path: Path) -> None:
 
 def test_dummy_reader_slices_and_seeds() -> None:
     reader = DummyReader(torch.bfloat16, seed=1)
-    weight = reader.tensor("a.weight", (40, 30), rows=slice(10, 20), cols=slice(0, 5))
+    weight = reader.tensor("a.weight", (40, 30), Cut(slice(10, 20), slice(0, 5)))
     assert weight.shape == (10, 5) and weight.dtype == torch.bfloat16
     assert not torch.equal(weight, DummyReader(torch.bfloat16, seed=2).tensor("a.weight", (10, 5)))
     assert torch.equal(reader.tensor("norm.weight", (8,), dtype=torch.float32), torch.ones(8))

@@ -15,9 +15,10 @@ from tests.parallel.ranks import Ranks, run_ranks
 from tests.parallel.worlds import group_operations, join_shared_segment, run_until_broken
 
 
-def test_operations_of_three_ranks() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_operations_of_three_ranks(shared: bool) -> None:
     n = 3
-    for rank, found in enumerate(run_ranks(n, group_operations)):
+    for rank, found in enumerate(run_ranks(n, group_operations, shared)):
         fillings = [[7 + source] * source + [0] * (n - source if source != rank else 0) for source in range(n)]
         assert found == {
             "shorter": [value for filling in fillings for value in filling],

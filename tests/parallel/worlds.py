@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.parallel.collectives import DistributedGroup, PeerLost
+from moe_engine.parallel.collectives import DistributedGroup, Group, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
@@ -24,6 +24,7 @@ from moe_engine.parallel.dispatch.host_rows import HostLayout, check_choices
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase
 from moe_engine.parallel.dispatch.shared_segment import SharedSegment
 from moe_engine.parallel.dispatch.tables import ROWS, DispatchChoice, DispatchRow
+from moe_engine.parallel.host_group import HostGroup
 from tests.parallel import deepep_emulator
 from tests.parallel.routings import MAX_TOKENS, Routing, toy_expert
 
@@ -241,9 +242,11 @@ def join_shared_segment(rank: int) -> list[int]:
     return words[: group.size].tolist()
 
 
-def group_operations(rank: int) -> dict[str, Any]:
+def group_operations(rank: int, shared: bool) -> dict[str, Any]:
     """One of each of `Group`'s operations."""
-    group = DistributedGroup(dist.group.WORLD, TIMEOUT_S)
+    group: Group = DistributedGroup(dist.group.WORLD, TIMEOUT_S)
+    if shared:
+        group = HostGroup(DistributedGroup(dist.group.WORLD, TIMEOUT_S))
     size = group.size
     x = torch.full((sum(range(size)) + size, 3), float(rank)).to(torch.float8_e4m3fn)
     sent = [to + 1 for to in range(size)]

@@ -89,8 +89,12 @@ def sharded_worker(config: ResolvedConfig, place: RankPlace, progress: Progress)
     parallel = SINGLE
     if place.size > 1:
         topology = config.parallel.topology
-        meet = join if config.parallel.coverage is None else join_elastic
-        parallel = meet(topology, place.rank, COLLECTIVE_SECONDS, place.device, observe=progress.observe)
+        who, observe = (topology, place.rank, COLLECTIVE_SECONDS, place.device), progress.observe
+        if config.parallel.coverage is None:
+            share_memory = not config.args.parallel.disable_custom_all_reduce
+            parallel = join(*who, observe=observe, share_memory=share_memory)
+        else:
+            parallel = join_elastic(*who, observe=observe)
         parallel = with_experts(parallel, config.model, config.experts, place.device)
         parallel = _with_dispatcher(config, parallel)
     worker = make_worker(config, device=place.device, parallel=parallel, progress=place.rank == 0)
