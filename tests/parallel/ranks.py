@@ -163,6 +163,10 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float
 
 @lru_cache
 def _context() -> ForkServerContext:
+    from moe_engine.kernels.cpu.library import LibraryError, load
+
+    with contextlib.suppress(LibraryError):
+        load()  # compiled before a rank's call is timed, where this is the first time
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
