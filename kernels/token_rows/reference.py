@@ -34,6 +34,8 @@ class TorchTokenRows:
     def pack(
         self, parts: Sequence[Part], positions: Tensor, bases: Sequence[int], records: Records, out: Tensor
     ) -> None:
+        if not len(positions):
+            return
         flat, size = out.view(-1).numpy(), records.num_bytes
         rows = [(_bytes(data), offset) for data, offset in parts]
         for base, of_rank in zip(bases, positions.numpy().T):
