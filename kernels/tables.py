@@ -68,6 +68,7 @@ EXPERTS = _rows("experts", "TorchExperts", "CpuExperts")
 MLA = _rows("attention", "TorchMLA", "CpuMLA")
 GQA = _rows("attention", "TorchGQA", "CpuGQA")
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
+TOKEN_ROWS = _rows("token_rows", "TorchTokenRows", "CpuTokenRows")
 
 _FIXED = ("deterministic",)
 

@@ -36,6 +36,7 @@ UNITS = (
     "linear",
     "sampling",
     "layers",
+    "token_rows",
     "decoder",
     "drafts",
     "draft_step",
@@ -81,6 +82,14 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_greedy": (None, [P, L, L, L, P]),
     "moe_sample": (None, [P, L, L, L, P, P, P, P, P, P]),
     "moe_probabilities": (None, [P, L, L, L, P, P, P, P, P, L, P]),
+    "moe_rows_check": (N, [N, P, L, L, L, L]),
+    "moe_rows_route": (None, [P, L, L, L, L, L, P, P, P]),
+    "moe_rows_pack": (None, [P, L, L, P, L, P, L, P]),
+    "moe_rows_take": (None, [P, L, P, P, L, L, L, L, L, P, P]),
+    "moe_rows_localize": (None, [P, L, L, L, L, L]),
+    "moe_rows_group": (None, [P, L, L, L, L, P, P]),
+    "moe_rows_spread": (None, [P, L, L, P, L, L, P]),
+    "moe_rows_sum": (None, [N, P, L, P, L, P, L, P, L, L]),
 }
 
 
@@ -122,6 +131,14 @@ class Library:
     moe_greedy: Any
     moe_sample: Any
     moe_probabilities: Any
+    moe_rows_check: Any
+    moe_rows_route: Any
+    moe_rows_pack: Any
+    moe_rows_take: Any
+    moe_rows_localize: Any
+    moe_rows_group: Any
+    moe_rows_spread: Any
+    moe_rows_sum: Any
 
     def __init__(self, file: Path, amx: bool) -> None:
         try:

@@ -27,6 +27,7 @@ FAMILIES = {
     "attention (MLA)": "MLA",
     "attention (GQA)": "GQA",
     "sampling": "SAMPLING",
+    "token rows": "TOKEN_ROWS",
 }
 LEAST_FILES = 4096
 

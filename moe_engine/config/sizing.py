@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from moe_engine.config.attention_memory import draft_workspace_rows, workspace_rows
 from moe_engine.config.checkpoint import CheckpointFacts
+from moe_engine.config.dispatch_memory import dispatch_rows
 from moe_engine.config.ledger import (
     DRAFT_WEIGHTS,
     GB,
@@ -20,7 +21,7 @@ from moe_engine.config.ledger import (
 )
 from moe_engine.config.machine import Machine
 from moe_engine.config.resolve_graphs import graph_row
-from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan, dispatch_tokens
+from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.registry import Row
 from moe_engine.models import sizes
@@ -231,21 +232,8 @@ def _table_row(given: SizingInput) -> LedgerRow:
 
 
 def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
-    """Buffers that tokens travel through: low latency has room for every rank's tokens at every expert, twice; what
-    travels in FP8 is there as it came and widened."""
-    plan, moe = given.parallel, given.model.moe
-    if plan.dispatch is None or moe is None:
-        return []
-    topology = plan.topology
-    rows = 0
-    if "low_latency" in plan.dispatch.modes.values():
-        arriving = topology.tp_size * dispatch_tokens(plan, given.shape.num_logits)
-        rows = 2 * arriving * (moe.num_experts // topology.ep_size)
-        if plan.dispatch_fp8:
-            rows += rows // given.dtype_bytes
-    rows += 2 * topology.tp_size * -(-given.shape.num_tokens // topology.attn_tp_size)
-    num_bytes = rows * given.model.hidden_size * given.dtype_bytes
-    return [LedgerRow("dispatch buffers", num_bytes, f"{rows} rows, {plan.dispatch.row.name}")]
+    sizes = given.shape.num_tokens, given.shape.num_logits
+    return dispatch_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, *sizes)
 
 
 def _draft_rows(given: SizingInput) -> list[LedgerRow]:

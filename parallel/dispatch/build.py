@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.token_rows.choice import token_rows
+from moe_engine.kernels.token_rows.protocol import TokenRows
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
 from moe_engine.parallel.dispatch.deepep import generation, legacy
 from moe_engine.parallel.dispatch.deepep.expanded import ElasticDispatcher, EPBufferDispatcher
 from moe_engine.parallel.dispatch.exchanged import CheckChoices, ExchangedDispatcher
-from moe_engine.parallel.dispatch.host_all_to_all import ROOM_TOKENS, HostAllToAll
-from moe_engine.parallel.dispatch.host_rows import HostLayout
-from moe_engine.parallel.dispatch.host_rows import check_choices as check_on_host
+from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
+from moe_engine.parallel.dispatch.host_memory import ROOM_TOKENS
+from moe_engine.parallel.dispatch.host_rows import HostChecks, HostLayout
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
 from moe_engine.parallel.dispatch.local import LocalExchange
 from moe_engine.parallel.dispatch.protocol import (
@@ -52,6 +54,7 @@ class Groups:
         peer_memory: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
         shuffles: NVSHMEM's operations; None: torch's.
         on_host: whether the host arranges rows itself and may wait in every mode; None: as the group of `experts` says.
+        token_rows: its kernels; None: what serves on this machine.
     """
 
     experts: Group
@@ -62,10 +65,14 @@ class Groups:
     peer_memory: PeerMemory | None = None
     shuffles: Shuffles | None = None
     on_host: bool | None = None
+    token_rows: TokenRows | None = None
 
     @property
     def host_arranges(self) -> bool:
         return self.experts.on_host if self.on_host is None else self.on_host
+
+    def rows(self, shape: DispatchShape) -> TokenRows:
+        return self.token_rows or token_rows(shape.dtype)
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:
@@ -145,7 +152,8 @@ def _arrangement(groups: Groups, shape: DispatchShape, static: bool) -> tuple[La
     """How rows lie before the experts, and who looks at the choices first."""
     device = groups.experts.device
     if groups.host_arranges:
-        return HostLayout(shape.num_local, shape.hidden, shape.dtype), None if static else check_on_host
+        rows = groups.rows(shape)
+        return HostLayout(shape.num_local, shape.hidden, shape.dtype, rows), None if static else HostChecks(rows)
     if static:
         return PaddedLayout(shape.num_local, shape.num_ranks * shape.max_tokens, shape.dtype, device), None
     return GroupedLayout(shape.num_local, shape.dtype, device), check_choices
@@ -153,7 +161,7 @@ def _arrangement(groups: Groups, shape: DispatchShape, static: bool) -> tuple[La
 
 def _all_to_all(groups: Groups, group: Group, shape: DispatchShape, static: bool) -> Exchange:
     if groups.host_arranges:
-        return HostAllToAll(group, shape, shape.max_tokens if static else ROOM_TOKENS)
+        return HostAllToAll(group, shape, shape.max_tokens if static else ROOM_TOKENS, groups.rows(shape))
     return StaticAllToAll(group, shape) if static else VariableAllToAll(group, shape)
 
 
@@ -234,7 +242,7 @@ _MAKERS: dict[str, Maker] = {
     "deepep": _deepep,
     "all_to_all": _exchanged(lambda groups, shape, static: _all_to_all(groups, groups.experts, shape, static)),
     "allgather": _exchanged(lambda groups, shape, static: AllGather(groups.experts, shape, static)),
-    "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape)),
+    "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape, groups.rows(shape))),
     "symm_mem": _symm_mem,
     "nvshmem": _nvshmem,
     "two_hop": _exchanged(_two_hop),

@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.token_rows.protocol import TokenRows
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.host_rows import GrowingRecords, GrowingRows, local_ids, ranks_of, sum_bags
-from moe_engine.parallel.dispatch.payload import RecordFormat, write_parts
+from moe_engine.parallel.dispatch.host_rows import GrowingRecords, GrowingRows
+from moe_engine.parallel.dispatch.payload import RecordFormat
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
 
 HEAD_BYTES = 16
 """Of a message: the rows in it, and the tokens of its sender; int64."""
-ROOM_TOKENS = 64
-"""Of normal mode: more than what Python costs per call are then the bytes."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class Way:
     """How the sums come back: the rows sent to and received from each rank, and whose they are."""
 
     slot: int
-    sources: np.ndarray  # int64 [sum(num_sent)] the token of each row, by rank, then by token
-    copies: np.ndarray  # int64 [T] rows of each token
+    positions: Tensor  # int64 [T, R] each token's row among those that were sent, by rank, then by token; -1: none
     num_sent: list[int]
     num_received: list[int]
 
@@ -46,95 +44,76 @@ class HostAllToAll:
         room_tokens: up to so many tokens of every rank, all goes in one message.
     """
 
-    def __init__(self, group: Group, shape: DispatchShape, room_tokens: int) -> None:
-        lost = [] if group.alive is None else (~group.alive).nonzero().flatten().tolist()
+    def __init__(self, group: Group, shape: DispatchShape, room_tokens: int, rows: TokenRows) -> None:
         self._group = group
-        self._lost = np.array(lost, dtype=np.int64)
-        self._away = [rank for rank in range(group.size) if rank != group.rank and rank not in lost]  # [A]
-        self._num_local = shape.num_local
+        self._rows = rows
+        self._takes_part = torch.ones(group.size, dtype=torch.bool) if group.alive is None else group.alive.cpu()
+        self._away = [rank for rank in self._takes_part.nonzero().flatten().tolist() if rank != group.rank]  # [A]
+        self._experts = group.rank * shape.num_local, shape.num_local
         self._room_tokens = min(room_tokens, shape.max_tokens)
-        form = RecordFormat.of(shape)
-        self._record_bytes = form.num_bytes
-        self._packed, self._leaving = GrowingRecords(form), GrowingRecords(form)
+        self._form = form = RecordFormat.of(shape)
+        self._records = form.records
+        self._leaving = GrowingRecords(form)
         self._arrived = [GrowingRecords(form) for _ in range(NUM_LIVE)]
         self._returned = [GrowingRows(shape.hidden, shape.dtype) for _ in range(NUM_LIVE)]
 
-        room = HEAD_BYTES + self._room_tokens * form.num_bytes
-        self._rooms = [room if rank in self._away else 0 for rank in range(group.size)]
-        self._sent = torch.empty(len(self._away) * room, dtype=torch.uint8)
-        self._received = torch.empty_like(self._sent)
-        rooms = self._received.numpy().reshape(len(self._away), room)
-        self._heads = rooms[:, :HEAD_BYTES].view(np.int64)  # [A, 2]
-        self._records = rooms[:, HEAD_BYTES:].reshape(len(self._away), self._room_tokens, form.num_bytes)
+        # one block: the messages that leave, rooms for those that come, and what stays here
+        room, num_away = HEAD_BYTES + self._room_tokens * form.num_bytes, len(self._away)
+        self._room_bytes = [room if rank in self._away else 0 for rank in range(group.size)]
+        self._memory = torch.empty((2 * num_away + 1) * room, dtype=torch.uint8)
+        self._sent, self._received, _ = self._memory.split([num_away * room, num_away * room, room])
+        self._sent_words = self._sent.numpy().view(np.int64)
+        self._heads = self._received.numpy().reshape(num_away, room)[:, :HEAD_BYTES].view(np.int64)  # [A, 2]
+        self._begins = [2 * num_away * room] * group.size  # of the rows from each rank
+        for number, rank in enumerate(self._away, start=num_away):
+            self._begins[rank] = number * room + HEAD_BYTES
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Way]:
-        num_tokens = len(tokens.ids)
-        mask = ranks_of(tokens.ids.numpy(), self._num_local, self._group.size)  # [R, T]
-        mask[self._lost] = False
-        num_sent: list[int] = mask.sum(1).tolist()
-        sources = mask.nonzero()[1]
-        packed, parts = self._packed.take(num_tokens)
-        write_parts(tokens, parts)
-
+        group, num_tokens = self._group, len(tokens.ids)
+        positions, num_sent = self._rows.route(tokens.ids, self._experts[1], self._takes_part)
+        parts = self._form.parts(tokens)
         fits = num_tokens <= self._room_tokens
-        sizes = self._fill(packed, sources, num_sent, num_tokens, fits)
-        self._group.all_to_all(self._received, self._sent[: sum(sizes)], self._rooms, sizes)
-        num_received = [0] * self._group.size
-        num_received[self._group.rank] = num_sent[self._group.rank]
+        sizes, bases = self._address(num_sent, num_tokens, fits)
+        if fits:
+            self._rows.pack(parts, positions, bases, self._records, self._memory)
+        group.all_to_all(self._received, self._sent[: sum(sizes)], self._room_bytes, sizes)
+        num_received = [0] * group.size
+        num_received[group.rank] = num_sent[group.rank]
         for rank, (count, theirs) in zip(self._away, self._heads.tolist()):
             num_received[rank] = count
             fits = fits and theirs <= self._room_tokens
 
         records, arrived = self._arrived[slot].take(sum(num_received))
         if fits:
-            self._gather(packed, sources, num_sent, num_received, records)
+            self._rows.take(self._memory, self._begins, num_received, self._records, self._experts, records)
         else:
-            leaving, _ = self._leaving.take(len(sources))
-            np.take(packed, sources, axis=0, out=leaving, mode="clip")
-            received = torch.from_numpy(records)
-            self._group.all_to_all(received, torch.from_numpy(leaving), num_received, num_sent)
-        ids = torch.from_numpy(local_ids(arrived.ids.numpy(), self._group.rank, self._num_local))
-        way = Way(slot, sources, mask.sum(0), num_sent, num_received)
-        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), way
+            leaving, _ = self._leaving.take(sum(num_sent))
+            self._rows.pack(parts, positions, [0] * group.size, self._records, leaving)
+            group.all_to_all(records, leaving, num_received, num_sent)
+            self._rows.localize(arrived.ids, self._experts)
+        return arrived, Way(slot, positions, num_sent, num_received)
 
     def collect(self, partial: Tensor, way: Way) -> Tensor:
-        returned = self._returned[way.slot].take(len(way.sources))
+        returned = self._returned[way.slot].take(sum(way.num_sent))
         self._group.all_to_all(returned, partial, way.num_sent, way.num_received)
-        return sum_bags(returned, way.sources.argsort(kind="stable"), way.copies)
+        return self._rows.sum_rows(returned, way.positions)
 
-    def _fill(
-        self, packed: np.ndarray, sources: np.ndarray, num_sent: list[int], num_tokens: int, fits: bool
-    ) -> list[int]:
-        """Writes the messages, the rows only where they fit; returns their sizes [R]."""
-        sizes = [0] * self._group.size
-        sent, begin, first = self._sent.numpy(), 0, 0
+    def _address(self, num_sent: list[int], num_tokens: int, fits: bool) -> tuple[list[int], list[int]]:
+        """Writes the heads of the messages, whose rows follow where they fit.
+
+        Returns:
+            The sizes of the messages [R], and where each rank's rows would begin if they were counted from all rows'
+            first [R]; bytes.
+        """
+        record, own = self._records.num_bytes, self._group.rank
+        sizes, bases, begin, first = [0] * len(num_sent), [0] * len(num_sent), 0, 0
+        bases[own] = self._begins[own] - sum(num_sent[:own]) * record
         for rank, count in enumerate(num_sent):
-            if self._rooms[rank]:
-                rows = begin + HEAD_BYTES
-                end = rows + (count * self._record_bytes if fits else 0)
-                sent[begin:rows].view(np.int64)[:] = count, num_tokens
-                if end > rows:
-                    into = sent[rows:end].reshape(count, self._record_bytes)
-                    np.take(packed, sources[first : first + count], axis=0, out=into, mode="clip")
-                sizes[rank], begin = end - begin, end
+            if self._room_bytes[rank]:
+                self._sent_words[begin // 8] = count
+                self._sent_words[begin // 8 + 1] = num_tokens
+                bases[rank] = begin + HEAD_BYTES - first * record
+                sizes[rank] = HEAD_BYTES + count * record * fits
+                begin += sizes[rank]
             first += count
-        return sizes
-
-    def _gather(
-        self,
-        packed: np.ndarray,
-        sources: np.ndarray,
-        num_sent: list[int],
-        num_received: list[int],
-        out: np.ndarray,
-    ) -> None:
-        """Puts the rows of the rooms, and this rank's own, one after the other: `out` [N, bytes of a record]."""
-        own, rooms, begin = self._group.rank, iter(self._records), 0
-        for rank, count in enumerate(num_received):
-            into = out[begin : begin + count]
-            if self._rooms[rank]:
-                into[:] = next(rooms)[:count]
-            elif count:
-                first = sum(num_sent[:own])
-                np.take(packed, sources[first : first + count], axis=0, out=into, mode="clip")
-            begin += count
+        return sizes, bases

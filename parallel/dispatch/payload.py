@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.token_rows.protocol import Part, Records
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.workspace import Workspace
 
@@ -61,6 +62,17 @@ class RecordFormat:
     @property
     def num_bytes(self) -> int:
         return -(-(self.data_bytes + 4 * self.num_scales + 8 * self.top_k) // 16) * 16
+
+    @property
+    def records(self) -> Records:
+        """As kernels take it."""
+        return Records(self.num_bytes, self.data_bytes + 4 * self.num_scales + 4 * self.top_k, self.top_k)
+
+    def parts(self, tokens: Tokens) -> list[Part]:
+        """The tokens' numbers, each with its place in the records."""
+        scales_end = self.data_bytes + 4 * self.num_scales
+        found = [(tokens.data, 0), (tokens.weights, scales_end), (tokens.ids, scales_end + 4 * self.top_k)]
+        return found if tokens.scales is None else [*found, (tokens.scales, self.data_bytes)]
 
     def view(self, records: Tensor) -> Tokens:
         """The parts of uint8 [N, num_bytes] records, as views."""

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.token_rows.reference import halves
+
 
 def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
     """rows [M, D], positions int64 [N, S] (-1: none), weights float32 [N, S] -> [N, D] in rows' dtype.
@@ -46,12 +48,6 @@ def sum_rows_static(rows: Tensor, positions: Tensor, weights: Tensor | None = No
         scale = halves(scale, rows.dtype).flatten(1)
     sums = F.embedding_bag(chosen, rows, mode="sum", per_sample_weights=scale)
     return sums.masked_fill_(some < 0, 0)
-
-
-def halves(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights in a narrower dtype: float32 [...] -> [..., 2] whose sum is the weight to twice the dtype's precision."""
-    high = weights.to(dtype)
-    return torch.stack((high, (weights - high.float()).to(dtype)), dim=-1)
 
 
 def owner_mask(ids: Tensor, num_local: int, num_ranks: int) -> Tensor:

@@ -331,13 +331,21 @@ def test_attention_groups_share_a_chunk_and_are_bold(resolved) -> None:
 
 
 def test_dispatch_buffers_are_counted(resolved) -> None:
-    def buffers(**flags: Any) -> int:
-        return sum(row.num_bytes for row in resolved(tp=4, **flags).ledger.rows if row.name == "dispatch buffers")
+    """Devices have room for all at every expert in low latency; CPUs have what can come."""
+
+    def buffers(kind: str, **flags: Any) -> int:
+        config = resolved(on=machine(100, 141, "cuda") if kind == "cuda" else None, tp=4, **flags)
+        return sum(row.num_bytes for row in config.ledger.rows if row.name == "dispatch buffers")
 
     travels = {"moe_a2a_backend": "all_to_all"}
-    assert not buffers() and 0 < buffers(**travels, max_dispatch_tokens_per_rank=2) < buffers(**travels)
-    assert buffers(**travels, deepep_mode="normal") < buffers(**travels, max_dispatch_tokens_per_rank=2)
-    assert buffers(**travels) < buffers(**travels, moe_dispatch_dtype="fp8") < 2 * buffers(**travels)
+    for kind in ("cuda", "cpu"):
+        assert not buffers(kind, moe_a2a_backend="none")
+        few = buffers(kind, **travels, max_dispatch_tokens_per_rank=2)
+        assert buffers(kind, **travels, deepep_mode="normal") < few < buffers(kind, **travels)
+        assert (
+            buffers(kind, **travels) < buffers(kind, **travels, moe_dispatch_dtype="fp8") < 2 * buffers(kind, **travels)
+        )
+    assert buffers("cpu", **travels) < buffers("cuda", **travels) / 2
 
 
 # -- from a plan to ranks

@@ -1,7 +1,7 @@
 """Ranks for tests: processes joined by gloo over loopback, with an end in every case.
 
 `run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns what each returned. `Ranks` keeps them
-for many calls, because ranks cost a moment to start. They are forked from a server that has imported torch, no more.
+for many calls, because ranks cost a moment to start. They are forked from a server that has imported torch and dispatch.
 A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` says what each was doing.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -24,7 +26,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "100")  # a thread that waits for another gives up its core soon
-PRELOADED = ["torch", "torch.distributed", "tests.parallel.ranks"]
+PRELOADED = ["torch", "torch.distributed", "tests.parallel.ranks", "tests.parallel.worlds"]
 GLOO_TIMEOUT_S = 20.0
 GRACE_S = 1.0  # between the request for a hung rank's stack and its end
 
@@ -98,7 +100,7 @@ class Ranks:
             for rank in [rank for rank in pending if self._pipes[rank] in ready]:
                 pending.discard(rank)
                 try:
-                    ok, results[rank] = self._pipes[rank].recv()
+                    ok, results[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                 except EOFError:
                     self._processes[rank].join(GRACE_S)
                     ok, results[rank] = False, f"died with exit code {self._processes[rank].exitcode}"
@@ -113,7 +115,7 @@ class Ranks:
             for pipe in connection.wait([self._pipes[rank] for rank in pending], GRACE_S):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
-                    ok, value = self._pipes[rank].recv()
+                    ok, value = pickle.loads(self._pipes[rank].recv_bytes())
                 except EOFError:
                     ok, value = False, "died"
                 pending.discard(rank)
@@ -163,6 +165,10 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float
 
 @lru_cache
 def _context() -> ForkServerContext:
+    from moe_engine.kernels.cpu.library import LibraryError, load
+
+    with contextlib.suppress(LibraryError):
+        load()  # compiled before a rank's call is timed, where this is the first time
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -185,8 +191,31 @@ def _serve(rank: int, n: int, pipe: Any, folder: str, gloo_timeout_s: float, env
             answer = (True, function(rank, *args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send(answer)
+        pipe.send_bytes(_as_bytes(answer))
     os._exit(0)  # a world that lost a rank would wait in its destructors
+
+
+def _as_bytes(answer: Any) -> bytes:
+    """Pickled, tensors by value: a pipe's `send` makes a file in shared memory of each, which takes longer than most
+    calls."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                return NotImplemented
+            words = value.contiguous().view(-1).view(torch.uint8).numpy()
+            return _tensor_of, (bytearray(words), value.dtype, value.shape)
+
+    written = io.BytesIO()
+    Pickler(written).dump(answer)
+    return written.getvalue()
+
+
+def _tensor_of(content: bytearray, dtype: Any, shape: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
 class World:

@@ -7,6 +7,7 @@ Legend: T tokens, D hidden, K choices, E experts, R ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -49,6 +50,12 @@ class Routing:
 
 def toy_expert(x: Tensor, expert: int) -> Tensor:
     return (1 + expert / 8) * x + (expert + 1) / 16 * torch.roll(x, 1, dims=-1)
+
+
+@lru_cache(64)
+def expected(routing: Routing, rank: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """`dense` of a rank's tokens, once for all ways to dispatch them."""
+    return dense(*routing.of(rank, hidden, dtype))
 
 
 def dense(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from moe_engine.parallel.dispatch.tables import MODES
 from tests.parallel.ranks import World
-from tests.parallel.routings import Routing, dense, routings
+from tests.parallel.routings import Routing, expected, routings
 from tests.parallel.worlds import DTYPES, Outcome, Setup, run_interleaved, run_phases, run_routing
 
 LOCAL_AND_TOP_K = [(1, 1), (2, 3), (4, 8), (3, 2)]
@@ -31,6 +31,14 @@ def setups_of(backends: tuple[str, ...], num_nodes: int = 1, as_device: bool = F
 def small_rooms() -> list[Setup]:
     """Rooms that most routings are larger than, and rooms that some are."""
     return [Setup("all_to_all", "normal", "bfloat16", fp8, room_tokens=n) for n in (1, 3) for fp8 in (False, True)]
+
+
+def uncompiled() -> list[Setup]:
+    """As where no compiler is."""
+    made = [
+        Setup(b, m, "bfloat16", m == "normal", compiled=False) for b in ("all_to_all", "shared_memory") for m in MODES
+    ]
+    return [*made, Setup("all_to_all", "normal", "float32", room_tokens=1, compiled=False)]
 
 
 def deepep_setups() -> list[Setup]:
@@ -69,9 +77,9 @@ def check(setup: Setup, routing: Routing, outcomes: list[Outcome]) -> None:
     rows = [count for outcome in outcomes for count in outcome.rows_of_experts]
     assert rows == routing.rows_of_experts(), setup
     for rank, outcome in enumerate(outcomes):
-        x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
-        total, magnitude, fp8_error = dense(x, ids, weights)
-        assert outcome.out.shape == x.shape and outcome.out.dtype == x.dtype, setup
+        dtype = DTYPES[setup.dtype]
+        total, magnitude, fp8_error = expected(routing, rank, setup.hidden, dtype)
+        assert outcome.out.shape == total.shape and outcome.out.dtype == dtype, setup
         # bfloat16: an expert's row, a partial sum and the result are rounded, by 1/256 of themselves at most
         allowed = magnitude * (1e-5 if setup.dtype == "float32" else 3 / 256) + (fp8_error * 1.01 if setup.fp8 else 0)
         error = (outcome.out.double() - total).abs()
@@ -94,12 +102,14 @@ def test_any_routing(world: World) -> None:
 
 
 def test_any_routing_as_on_devices_and_beyond_rooms(world: World) -> None:
-    """Forms that serve GPUs, over ranks on CPUs; and messages that are larger than their rooms."""
+    """Forms that serve GPUs, over ranks on CPUs; messages that are larger than their rooms; machines without a
+    compiler."""
 
     @settings(EXAMPLES, max_examples=8 if world.n < 8 else 3)
     @given(routing=routings(world.n, LOCAL_AND_TOP_K))
     def run(routing: Routing) -> None:
-        check_all(world, setups_of(("all_to_all", "allgather"), as_device=True) + small_rooms(), routing)
+        others = setups_of(("all_to_all", "allgather"), as_device=True)
+        check_all(world, [*others, *small_rooms(), *uncompiled()], routing)
 
     run()
 

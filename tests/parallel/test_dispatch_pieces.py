@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from moe_engine.kernels.token_rows.choice import token_rows
 from moe_engine.parallel.collectives import SingleRank
-from moe_engine.parallel.dispatch import host_rows
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
-from moe_engine.parallel.dispatch.host_rows import HostLayout
+from moe_engine.parallel.dispatch.host_rows import HostChecks, HostLayout
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
 from moe_engine.parallel.dispatch.local import LocalDispatcher, LocalExchange
 from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode, quantize
@@ -31,16 +31,8 @@ def choices(seed: int, num_tokens: int = 10, hidden: int = 256) -> tuple[torch.T
     return x, ids, torch.rand(num_tokens, 3, generator=generator)
 
 
-def host_sums(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    layout = HostLayout(8, rows.shape[1], rows.dtype)
-    if weights is not None:
-        return layout.reduce(rows, positions, weights)
-    valid = positions.numpy() >= 0
-    return host_rows.sum_bags(rows, positions.numpy()[valid], valid.sum(1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sums", [sum_rows, sum_rows_static, host_sums])
+@pytest.mark.parametrize("sums", [sum_rows, sum_rows_static])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_sums_of_rows_are_rounded_once(dtype: torch.dtype, sums: object, weighted: bool) -> None:
     """Against float64: the weights lose nothing to the rows' dtype, and rows that nobody names are never read."""
@@ -103,8 +95,9 @@ def test_one_rank_agrees_with_the_local_dispatcher(on_host: bool) -> None:
 def dispatcher(static: bool = False, on_host: bool = False) -> ExchangedDispatcher:
     device = torch.device("cpu")
     if on_host:
-        layout = HostLayout(8, SHAPE.hidden, torch.bfloat16)
-        return ExchangedDispatcher(SHAPE, LocalExchange(), layout, host_rows.check_choices)
+        rows = token_rows(torch.bfloat16)
+        layout = HostLayout(8, SHAPE.hidden, torch.bfloat16, rows)
+        return ExchangedDispatcher(SHAPE, LocalExchange(), layout, HostChecks(rows))
     if static:
         return ExchangedDispatcher(SHAPE, LocalExchange(), PaddedLayout(8, 16, torch.bfloat16, device), None)
     return ExchangedDispatcher(SHAPE, LocalExchange(), GroupedLayout(8, torch.bfloat16, device), check_choices)

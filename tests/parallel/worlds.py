@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.token_rows.choice import token_rows
+from moe_engine.kernels.token_rows.reference import TorchTokenRows
 from moe_engine.parallel.collectives import DistributedGroup, Group, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
-from moe_engine.parallel.dispatch.host_rows import HostLayout, check_choices
+from moe_engine.parallel.dispatch.host_rows import HostChecks, HostLayout
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase
 from moe_engine.parallel.dispatch.shared_segment import SharedSegment
 from moe_engine.parallel.dispatch.tables import ROWS, DispatchChoice, DispatchRow
@@ -35,7 +37,8 @@ TIMEOUT_S = 20.0
 @dataclass(frozen=True)
 class Setup:
     """One way to dispatch. `library` names the emulated DeepEP generation; `num_nodes` splits the ranks; `as_device`
-    takes the forms of ranks on devices; `room_tokens` makes the rooms of all_to_all on the host so small."""
+    takes the forms of ranks on devices; `room_tokens` makes the rooms of all_to_all on the host so small;
+    `compiled` False: its rows are arranged as where no compiler is."""
 
     backend: str
     mode: Mode
@@ -46,6 +49,7 @@ class Setup:
     library: str = ""
     as_device: bool = False
     room_tokens: int | None = None
+    compiled: bool = True
 
 
 @dataclass
@@ -95,13 +99,15 @@ def dispatcher_of(setup: Setup, num_experts: int, top_k: int) -> Any:
     if key not in made:
         choice = DispatchChoice(row_of(setup.backend), {"decode": setup.mode}, "a test's")
         shape = shape_of(setup, num_experts, top_k)
-        groups = replace(groups_of(setup.num_nodes, setup.library), on_host=not setup.as_device)
+        rows = token_rows(shape.dtype) if setup.compiled else TorchTokenRows()
+        groups = replace(groups_of(setup.num_nodes, setup.library), on_host=not setup.as_device, token_rows=rows)
         if setup.room_tokens is None:
             made[key] = build(choice, shape, MAX_TOKENS, groups)
         else:
-            exchange = HostAllToAll(groups.experts, shape, setup.room_tokens)
-            layout = HostLayout(shape.num_local, shape.hidden, shape.dtype)
-            of_phase: dict[Phase, Dispatcher] = {"decode": ExchangedDispatcher(shape, exchange, layout, check_choices)}
+            exchange = HostAllToAll(groups.experts, shape, setup.room_tokens, rows)
+            layout = HostLayout(shape.num_local, shape.hidden, shape.dtype, rows)
+            dispatcher = ExchangedDispatcher(shape, exchange, layout, HostChecks(rows))
+            of_phase: dict[Phase, Dispatcher] = {"decode": dispatcher}
             made[key] = PhasedDispatcher(lambda: of_phase)
     return made[key]
 
