@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
-from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertBatch, ExpertWeights, MovableExperts
+from moe_engine.kernels.experts.protocol import (
+    BlockScaledExperts,
+    ExpertBatch,
+    ExpertWeights,
+    FusedExperts,
+    MovableExperts,
+    ReadsRows,
+)
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP
 from moe_engine.kernels.quantization import reference as fp8
@@ -222,6 +229,81 @@ def test_bf16_experts(takes_ends):
     for expert, count in enumerate(counts):
         if count:
             close(got[expert, :count], reference(x[expert, :count], expert), scale=3)
+
+
+def choose(tokens: int, top_k: int, num_experts: int) -> Tensor:
+    """Distinct experts, some of which are others' (beyond these, or nobody's)."""
+    ids = torch.stack([torch.randperm(num_experts + 2)[:top_k] for _ in range(tokens)]) if tokens else torch.empty(0, top_k)
+    return torch.where(ids == num_experts + 1, -1, ids).int()
+
+
+def routed(x: Tensor, weights: Tensor, ids: Tensor, mlp: Callable[[Tensor, int], Tensor], num: int) -> Tensor:
+    """sum_k w_k mlp(x, id_k) in float64."""
+    out = torch.zeros(*x.shape, dtype=torch.float64)
+    for token, choices in enumerate(ids.tolist()):
+        for k, expert in enumerate(choices):
+            if 0 <= expert < num:
+                out[token] += weights[token, k].double() * mlp(x[token : token + 1], expert)[0].double()
+    return out
+
+
+@pytest.mark.parametrize("arch,takes_ends", BUILDS)
+@pytest.mark.parametrize("tokens", [1, 21, 150])
+def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
+    """As numbers, and quantised before by the norm: the same bits."""
+    emulator, gemm = library(arch, takes_ends)
+    kernel, num = DeepGemmExperts(gemm), 5
+    assert isinstance(kernel, FusedExperts) and isinstance(kernel, ReadsRows)
+    weights, parts = fp8_experts(kernel, num, 256, 128)
+    x, ids, add = normal(tokens, 256, dtype=BF16), choose(tokens, 3, num), normal(tokens, 256, dtype=BF16)
+    topk_weights = torch.rand(tokens, 3)
+    got = kernel.run_routed(x, topk_weights, ids, weights, add)
+    assert got.shape == x.shape and got.dtype == BF16
+    fp8_close(got, routed(x, topk_weights, ids, quantised_mlp(arch, parts), num) + add.double())
+    assert kernel.reads(weights) == gemm.reads(False) == Reads.fp8(arch == 10)
+    before = QuantizedActivation(fp8.quantize_rows(x, arch == 10), None, BF16)
+    assert torch.equal(kernel.run_routed(before, topk_weights, ids, weights, add), got)
+    assert emulator.transposed == 0
+
+
+def test_bf16_experts_of_tokens_that_stay():
+    kernel, num = DeepGemmExperts(library()[1]), 4
+    weights = kernel.allocate(num, 64, 48, BF16, "cpu")
+    parts = [[normal(*shape, dtype=BF16) for shape in ((48, 64), (48, 64), (64, 48))] for _ in range(num)]
+    for expert, part in enumerate(parts):
+        kernel.load_expert(weights, expert, *part)
+    assert kernel.reads(weights) == NUMBERS
+    for tokens in (0, 1, 300):  # mostly gaps, and mostly rows
+        x, ids, topk_weights = normal(tokens, 64, dtype=BF16), choose(tokens, 2, num), torch.rand(tokens, 2)
+        got = kernel.run_routed(x, topk_weights, ids, weights)
+        close(got, routed(x, topk_weights, ids, lambda row, expert: gated(row, *parts[expert]), num), scale=3)
+
+
+@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("layout", ["grouped", "padded"])
+def test_rows_that_travelled_in_fp8_are_not_quantised_again(arch, layout, monkeypatch):
+    """Their scales may lie in any strides; the results are those of the numbers."""
+    emulator, gemm = library(arch)
+    kernel, counts, capacity = DeepGemmExperts(gemm), [3, 0, 8, 1], 9
+    weights, _ = fp8_experts(kernel, len(counts), 256, 128)
+    shape = (sum(counts), 256) if layout == "grouped" else (len(counts), capacity, 256)
+    x = normal(*shape, dtype=BF16)
+    sizes = {"offsets": torch.tensor([0, *counts]).cumsum(0).int(), "counts": torch.tensor(counts).int()}
+    sizes = {name: sizes[name] for name in (["offsets"] if layout == "grouped" else ["counts"])}
+    rows = fp8.quantize_rows(x.flatten(0, -2), arch == 10)
+    want = kernel.run(ExpertBatch(layout, x, **sizes), weights)
+    passes = []
+    monkeypatch.setattr(gemm, "quantized", lambda *args: passes.append(args))
+    for scales in (rows.scales.contiguous(), rows.scales):
+        batch = ExpertBatch(
+            layout, rows.data.view(shape), **sizes, scales=scales.unflatten(0, shape[:-1]), dtype=BF16
+        )
+        got = kernel.run(batch, weights)
+        assert got.dtype == BF16
+        for expert, count in enumerate(counts):
+            own = (slice(*sizes["offsets"][expert : expert + 2].tolist()),) if layout == "grouped" else (expert, slice(count))
+            assert torch.equal(got[own], want[own])
+    assert not passes
 
 
 def test_experts_of_sizes_the_library_does_not_serve_are_kept_in_bf16():
