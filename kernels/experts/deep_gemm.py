@@ -165,6 +165,7 @@ class DeepGemmExperts:
         else:
             first = self._gemm.operand(moves.permute_rows(self._gemm.quantized(x, layer.power_of_two), order))
         middle = self._first(first, weights, groups)
+        second: Operand | Tensor
         if layer.down.scales is not None:
             second = self._gemm.silu_mul(middle, layer.power_of_two, order.source)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.quantization.protocol import Activation, BlockWeight, Reads
+from moe_engine.kernels.quantization.protocol import BlockWeight, Reads
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class ExpertBatch:
     grouped: `x` [M, D], rows of expert e at offsets[e]:offsets[e+1]; `offsets` int32 [E+1] on the device.
     padded: `x` [E, capacity, D], the first counts[e] rows of expert e valid; `counts` int32 [E].
 
-    Where a kernel `ReadsRows`, rows that travelled in FP8 may come as they are: `x` e4m3, `scales` float32 of its leading
-    dimensions and D / 128, in any strides; a value is number * scale. `dtype` is then that of the results.
+    Where a kernel `ReadsRows`, rows that travelled in FP8 may come as they are: `x` e4m3, `scales` float32 of its
+    leading dimensions and D / 128, in any strides; a value is number * scale. `dtype` is then that of the results.
     """
 
     layout: str

@@ -71,9 +71,7 @@ def place_kernel(
         start += tl.sum(named.to(tl.int32), axis=0)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "x_scale_stride", "scale_stride"], do_not_specialize_on_alignment=["end"]
-)
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "scale_stride"], do_not_specialize_on_alignment=["end"])
 def permute_kernel(
     x, x_scales, source, end, out, scales, num_rows, x_scale_stride, scale_stride,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -234,7 +232,13 @@ def aot_cases() -> list[AotCase]:
         constants: dict[str, Any] = {"EXPERTS": experts, "STEP": _STEP}
         signature = {"ids": "*i32:1", "counts": "*i32", **ints}
         cases.append(AotCase(f"expert_count_{experts}", count_kernel, signature, constants, 4, 3, False))
-        signature = signature | {"offsets": "*i32", "ends_out": "*i32", "positions": "*i32", "source": "*i32", "num_chunks": "i32"}
+        signature = signature | {
+            "offsets": "*i32",
+            "ends_out": "*i32",
+            "positions": "*i32",
+            "source": "*i32",
+            "num_chunks": "i32",
+        }
         constants = _place_constants(experts, 1)
         cases.append(AotCase(f"expert_place_{experts}", place_kernel, signature, constants, 4, 3, False))
     for width, top_k, what in ((7168, 8, "fp8"), (7168, 8, "bytes"), (7168, 8, "bf16"), (2048, 6, "bf16")):

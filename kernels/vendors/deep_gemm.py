@@ -129,7 +129,7 @@ class DeepGemm:
         return self.operand(self.quantized(x, power_of_two))
 
     def silu_mul(self, gate_up: Tensor, power_of_two: bool, source: Tensor | None = None) -> Operand:
-        """gate_up [M, 2I], gate first -> silu(gate) * up, quantised; rows where `source` [M] is negative are padding."""
+        """gate_up [M, 2I], gate first -> silu(gate) * up, quantised. Rows where `source` [M] is negative: padding."""
         return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, source))
 
     def operand(self, rows: QuantizedRows) -> Operand:

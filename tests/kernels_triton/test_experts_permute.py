@@ -80,7 +80,10 @@ def test_rows_there_and_back(kernels: ModuleType, align: int) -> None:
     assert torch.equal(rows[valid], x[source[valid] // top_k]) and (rows[source < 0] == 0).all()
     before = reference.quantize_rows(x)
     carried = kernels.permute_rows(before, order)
-    for ours, theirs in ((carried.data.view(torch.uint8), before.data.view(torch.uint8)), (carried.scales, before.scales)):
+    for ours, theirs in (
+        (carried.data.view(torch.uint8), before.data.view(torch.uint8)),
+        (carried.scales, before.scales),
+    ):
         assert torch.equal(ours[valid], theirs[source[valid] // top_k])
     assert (carried.scales[source < 0] == 1).all()
     rows[~valid] = 0
