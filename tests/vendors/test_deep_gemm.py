@@ -27,6 +27,7 @@ from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.quantization.protocol import NUMBERS, BlockWeight, QuantizedActivation, Reads
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm
 from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp, row_counts
+from moe_engine.parallel.experts import make_routed_experts
 from tests.kernels_cpu.formulas import NAN, close, gated, normal, rms_norm, silu
 from tests.vendors.contract import ContractBroken
 from tests.vendors.deep_gemm_emulator import ALIGNMENT, DeepGemmEmulator
@@ -277,6 +278,19 @@ def test_bf16_experts_of_tokens_that_stay():
         x, ids, topk_weights = normal(tokens, 64, dtype=BF16), choose(tokens, 2, num), torch.rand(tokens, 2)
         got = kernel.run_routed(x, topk_weights, ids, weights)
         close(got, routed(x, topk_weights, ids, lambda row, expert: gated(row, *parts[expert]), num), scale=3)
+
+
+@pytest.mark.parametrize("takes_ends", [True, False])
+def test_nothing_of_a_step_depends_on_what_the_device_holds(takes_ends):
+    """On a device without values whatever waits for one raises; so would a graph that is being captured."""
+    emulator = DeepGemmEmulator(9, takes_ends)
+    silent = (lambda a, b, d, layout, use_psum_layout: None) if takes_ends else (lambda a, b, d, layout: None)
+    emulator.module.m_grouped_fp8_gemm_nt_contiguous = silent
+    kernel = DeepGemmExperts(DeepGemm(emulator.module, (9, 0), fp8))
+    weights = kernel.allocate_blocks(6, 256, 128, "meta")
+    routed_here = make_routed_experts(kernel, weights)
+    x, ids = torch.empty(5, 256, dtype=BF16, device="meta"), torch.empty(5, 2, dtype=torch.int32, device="meta")
+    assert routed_here.reads.rows and routed_here.run(x, torch.empty(5, 2, device="meta"), ids).shape == (5, 256)
 
 
 @pytest.mark.parametrize("arch", [9, 10])
