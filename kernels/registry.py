@@ -20,7 +20,8 @@ class Row:
     """One backend of a family. `why_not` returns the reason for a refusal, or None; it must not import the backend.
 
     `takes` names the fields of `Need` that its constructor takes, by keyword. `workspace`: bytes of scratch memory that
-    an attention backend takes on an accelerator; None: nothing of note.
+    an attention backend takes on an accelerator; None: nothing of note. `why_not_recorded`: the reason why launches
+    cannot be recorded for other steps (`Replayable`), or None.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Row:
     why_not: Callable[[Device, Need], str | None]
     takes: tuple[str, ...] = ()
     workspace: Workspace | None = None
+    why_not_recorded: Callable[[Device, Need], str | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,16 @@ TOKEN_ROWS = _rows("token_rows", "TorchTokenRows", "CpuTokenRows")
 
 _FIXED = ("deterministic",)
 
+
+def _unrecorded_triton(device: Device, need: Need) -> str | None:
+    if not need.deterministic:
+        return None
+    return (
+        "--enable-deterministic-inference cuts contexts at fixed places, into more pieces the longer they are; a "
+        "recording has room for a fixed number"
+    )
+
+
 # Kernels of this project for GPUs: preferred to torch, and to nothing that is tuned by its vendor.
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
 LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED))
@@ -79,14 +89,37 @@ EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonEx
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
 _ATTENTION = "moe_engine.kernels.attention"
-MLA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonMLA", 20, _triton_latent, _FIXED, workspaces.triton))
-GQA.append(Row("triton", f"{_ATTENTION}.triton_attention:TritonGQA", 20, _triton_with_cache, _FIXED, workspaces.triton))
+MLA.append(
+    Row(
+        "triton",
+        f"{_ATTENTION}.triton_attention:TritonMLA",
+        20,
+        _triton_latent,
+        _FIXED,
+        workspaces.triton,
+        _unrecorded_triton,
+    )
+)
+GQA.append(
+    Row(
+        "triton",
+        f"{_ATTENTION}.triton_attention:TritonGQA",
+        20,
+        _triton_with_cache,
+        _FIXED,
+        workspaces.triton,
+        _unrecorded_triton,
+    )
+)
 
 # Libraries that may be installed beside the project; where they run they are preferred, having been tuned for it.
 LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm))
 EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts", 40, vendors.deep_gemm))
 MLA += [
-    Row("flashmla", f"{_ATTENTION}.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla),
+    Row(
+        "flashmla", f"{_ATTENTION}.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla,
+        why_not_recorded=vendors.flash_mla_unrecorded,
+    ),
     Row(
         "flashinfer", f"{_ATTENTION}.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
         workspace=workspaces.flashinfer,

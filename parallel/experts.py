@@ -24,7 +24,7 @@ from moe_engine.kernels.experts.protocol import (
 )
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, numbers_of
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, as_read, numbers_of
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.layouts import GroupedLayout
 from moe_engine.parallel.dispatch.local import LocalDispatcher
@@ -63,7 +63,7 @@ class RoutedExperts(Protocol):
 
 
 class _InSeveralCalls:
-    """What is not fused with the router and the shared expert, and wants numbers."""
+    """What is not fused with the router and the shared expert; it wants numbers unless it says otherwise."""
 
     reads = NUMBERS
 
@@ -80,35 +80,50 @@ class _InSeveralCalls:
 class Dispatches(Protocol):
     """The face of `PhasedDispatcher`, and of the dispatcher of one rank."""
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[ExpertBatch, Any]: ...
+    @property
+    def takes_rows(self) -> bool: ...
+
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, Any]: ...
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor: ...
 
 
 class DispatchedExperts(_InSeveralCalls):
-    """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that takes its layout."""
+    """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that takes its layout.
+
+    Where tokens travel in FP8 and the kernel reads them so, they are quantised once, by the norm before or on their way
+    out, and stay as they are.
+    """
 
     def __init__(self, dispatcher: Dispatches, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
         self._dispatcher = dispatcher
         self._kernel = kernel
         self._weights = weights
+        self._arriving = kernel.reads(weights) if isinstance(kernel, ReadsRows) else NUMBERS
+        self.reads = self._arriving if dispatcher.takes_rows else NUMBERS
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Told how many tokens arrived for each of this rank's slots, int32 [P/G]."""
 
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
-        batch, handle = self._dispatcher.dispatch(numbers_of(x), topk_ids, topk_weights, phase)
+        batch, handle = self._dispatch(x, topk_ids, topk_weights, phase)
         if self.on_arrival is not None:
             self.on_arrival(_rows_of_slots(batch))
         out = self._dispatcher.combine(self._kernel.run(batch, self._weights), topk_weights, handle)
         return out if add is None else out.add_(add)
 
+    def _dispatch(self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[ExpertBatch, Any]:
+        x = as_read(x, self.reads)
+        return self._dispatcher.dispatch(x, topk_ids, topk_weights, phase, self._arriving)
+
     # -- the same in parts, with communication in a lane
 
-    def send(self, lane: Lane, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, phase: Phase) -> Pending[Any]:
+    def send(self, lane: Lane, x: Activation, topk_weights: Tensor, topk_ids: Tensor, phase: Phase) -> Pending[Any]:
         """Tokens set out."""
-        return lane.run(self._dispatcher.dispatch, x, topk_ids, topk_weights, phase)
+        return lane.run(self._dispatch, x, topk_ids, topk_weights, phase)
 
     def compute(self, lane: Lane, sent: Pending[Any], topk_weights: Tensor) -> Pending[Tensor]:
         """Waits for what arrives, multiplies, and sends the results back."""

@@ -106,7 +106,7 @@ def _profile(folder: Path, setting: Setting) -> dict[str, Any]:
 PARTS = (
     Part("aot", 45, 80, _aot),
     Part("parity", 85, 140, _parity),
-    Part("tokens", 35, 60, _tokens),
+    Part("tokens", 40, 75, _tokens),
     Part("exchange", 20, 60, _exchange),
     Part("kernels", 90, 150, _kernels),
     Part("decode", 90, 120, _decode),

@@ -137,6 +137,22 @@ class SharesContext(Protocol):
 
 
 @runtime_checkable
+class ExpandsParts(Protocol):
+    """An MLA backend whose expanded form takes a context in parts, so that a long one's keys and values are never held
+    at once; results of parts are put together by their log-sum-exp."""
+
+    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Any:
+        """Of tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context: host work, once a step. The
+        value is also `gather_latent`'s plan for these tokens, with `out` for as many."""
+
+    def expanded_part(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Any) -> tuple[Tensor, Tensor]:
+        """`MLABackend.expanded` over the part's tokens: (out [T, H, V], log-sum-exp [T, H] float32, natural)."""
+
+    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        """What `expanded_part` gave for one part takes in that of another, in place."""
+
+
+@runtime_checkable
 class RenewablePlan(Protocol):
     """A plan whose memory stays where it is, so that recorded launches (a CUDA graph) read the plan of another step."""
 

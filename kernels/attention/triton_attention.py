@@ -21,6 +21,7 @@ from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Spl
 from moe_engine.kernels.attention.triton_expanded import blocks, expanded_attention, expanded_tile
 from moe_engine.kernels.attention.triton_gather import GATHER_ROWS, gather
 from moe_engine.kernels.attention.triton_latent import LatentTile, latent_attention, latent_tile
+from moe_engine.kernels.attention.triton_merge import merge_chunk
 from moe_engine.kernels.attention.triton_paged import PagedTile, paged_attention, paged_tile
 
 FIXED_TOKENS = 512
@@ -39,14 +40,32 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 class GroupPlan:
-    """What the calls of one group of queries need on the device; each part is made once."""
+    """What the calls of one group of queries need on the device; each part is made once.
 
-    def __init__(self, queries: PagedQueries, buffers: ScheduleBuffers | None = None) -> None:
+    Args:
+        first_keys, key_lens: the tokens of each context that the expanded form is planned for; None: all.
+    """
+
+    def __init__(
+        self,
+        queries: PagedQueries,
+        buffers: ScheduleBuffers | None = None,
+        first_keys: Sequence[int] | None = None,
+        key_lens: Sequence[int] | None = None,
+    ) -> None:
         self.queries = queries
         self._buffers = buffers
+        self._first_keys = np.zeros(len(queries.query_lens), dtype=np.int64)
+        if first_keys is not None:
+            self._first_keys = np.asarray(first_keys, dtype=np.int64)
+        self._key_lens = key_lens
         self._schedules: dict[tuple[int, Split], Schedule] = {}
         self._blocks: dict[int, Tensor] = {}
         self._gather: Tensor | None = None
+
+    @property
+    def _lens(self) -> Sequence[int]:
+        return self.queries.context_lens if self._key_lens is None else self._key_lens
 
     @property
     def _device(self) -> torch.device:
@@ -63,24 +82,25 @@ class GroupPlan:
         return self._schedules[key]
 
     def blocks(self, block_m: int) -> Tensor:
-        """Of the expanded form over whole contexts."""
+        """Of the expanded form."""
         if block_m not in self._blocks:
             queries = self.queries
-            seen = [context - count + 1 for count, context in zip(queries.query_lens, queries.context_lens)]
-            records = blocks(queries.query_lens, queries.context_lens, seen, block_m)
+            seen = np.subtract(queries.context_lens, queries.query_lens) + 1 - self._first_keys
+            records = blocks(queries.query_lens, self._lens, seen.tolist(), block_m)
             self._blocks[block_m] = upload(records, self._device)
         return self._blocks[block_m]
 
     def gather(self) -> Tensor:
         """[N, 4]: what `triton_gather` copies."""
         if self._gather is None:
-            contexts = np.asarray(self.queries.context_lens, dtype=np.int64)
+            contexts = np.asarray(self._lens, dtype=np.int64)
             count = -(-contexts // GATHER_ROWS)
             request = np.repeat(np.arange(len(contexts)), count)
             first = (np.arange(len(request)) - np.repeat(np.cumsum(count) - count, count)) * GATHER_ROWS
             starts = (np.cumsum(contexts) - contexts)[request]
             left = np.minimum(contexts[request] - first, GATHER_ROWS)
-            records = np.stack((request, first, left, starts + first), 1).astype(np.int32)
+            begin = self._first_keys[request] + first
+            records = np.stack((request, begin, left, starts + first), 1).astype(np.int32)
             self._gather = upload(records, self._device)
         return self._gather
 
@@ -146,7 +166,7 @@ class _Backend:
 
 
 class TritonMLA(_Backend):
-    """`MLABackend`. The cache may also hold FP8 rows (`kv_format`)."""
+    """`MLABackend`, `Replayable` and `ExpandsParts`. The cache may also hold FP8 rows (`kv_format`)."""
 
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
@@ -224,23 +244,29 @@ class TritonMLA(_Backend):
         self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: object
     ) -> Tensor:
         queries.refuse_tree("expanded")
+        if self._expanded_as is None:  # what a context in parts launches beside, compiled with the first prompt
+            part = q.new_zeros(1, 1, kv.shape[2] - q.shape[2] + k_rope.shape[1])
+            merge_chunk(
+                part, part.new_zeros(1, 1, dtype=torch.float32), part, part.new_zeros(1, 1, dtype=torch.float32)
+            )
         self._expanded_as = q.dtype
         tile = expanded_tile(q.dtype)
         return expanded_attention(q, kv, k_rope, _find(plan, queries).blocks(tile.block_m), tile, scale)[0]
 
-    def expanded_part(
-        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float,
-        first_keys: Sequence[int], key_lens: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`expanded` over a part of each context: tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i.
+    # -- `ExpandsParts`
 
-        Returns (out [T, H, V], log-sum-exp [T, H] float32); `triton_merge.merge_chunk` puts parts together.
-        """
+    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> GroupPlan:
         queries.refuse_tree("expanded")
+        return GroupPlan(queries, None, first_keys, key_lens)
+
+    def expanded_part(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: GroupPlan
+    ) -> tuple[Tensor, Tensor]:
         tile = expanded_tile(q.dtype)
-        seen = [c - n + 1 - f for n, c, f in zip(queries.query_lens, queries.context_lens, first_keys)]
-        records = upload(blocks(queries.query_lens, key_lens, seen, tile.block_m), q.device)
-        return expanded_attention(q, kv, k_rope, records, tile, scale)
+        return expanded_attention(q, kv, k_rope, plan.blocks(tile.block_m), tile, scale)
+
+    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        merge_chunk(out, lse, other, other_lse)
 
 
 class TritonGQA(_Backend):

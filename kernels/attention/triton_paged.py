@@ -81,7 +81,7 @@ def paged_kernel(
         row = tl.arange(0, BLOCK_M)
         inner = first_row + tl.minimum(row, left - 1)
         query = inner // PER_GROUP  # the row's query token in its request
-        place = query * q_token_stride + inner % PER_GROUP * q_head_stride
+        place = query.to(tl.int64) * q_token_stride + inner % PER_GROUP * q_head_stride
         q_group = q + token * q_token_stride + group * PER_GROUP * q_head_stride
         rotated = columns(q_group, place, 0, WIDTH, BLOCK, WIDTH != BLOCK)
         limit = tl.load(record + 4) + query
@@ -116,7 +116,7 @@ def paged_kernel(
         target = tl.load(record + 7)
         if target < 0:
             head = group * PER_GROUP + inner % PER_GROUP
-            out_row = query * groups * PER_GROUP + head
+            out_row = query.to(tl.int64) * groups * PER_GROUP + head
             base = out + token * groups * PER_GROUP * WIDTH
             tl.store(base + out_row[:, None] * WIDTH + column[None, :], mixed.to(out.dtype.element_ty), live)
         else:

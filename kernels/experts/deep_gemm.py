@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
-from moe_engine.kernels.quantization.protocol import BLOCK, FP8, BlockWeight
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    FP8,
+    NUMBERS,
+    Activation,
+    BlockWeight,
+    QuantizedActivation,
+    Reads,
+    numbers_of,
+)
 from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm, Groups, Operand
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
@@ -55,7 +64,8 @@ class Layer:
 
 
 class DeepGemmExperts:
-    """`ExpertsKernel`, `BlockScaledExperts`, `MovableExperts` and `WarmsUp`; takes both layouts.
+    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`; takes both
+    layouts. Never waits for the device.
 
     Args:
         deep_gemm: the library; default: the installed one.
@@ -133,36 +143,81 @@ class DeepGemmExperts:
         parts = (layer.gate_up.data, layer.gate_up.memory, layer.down.data, layer.down.memory)
         return [part[expert] for part in parts if part is not None]
 
+    def reads(self, weights: ExpertWeights) -> Reads:
+        layer: Layer = weights.data
+        return NUMBERS if layer.gate_up.scales is None else self._gemm.reads(layer.power_of_two)
+
+    def run_routed(
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> Tensor:
+        """Tokens are quantised once, here at the latest, and go straight to their aligned places."""
+        layer, moves = weights.data, self._gemm.permutation
+        width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
+        if x.dtype != torch.bfloat16 or width != weights.hidden:
+            raise ValueError(f"rows of {width} {x.dtype} do not fit experts of hidden size {weights.hidden}")
+        if not len(x):
+            return torch.empty(0, width, dtype=x.dtype, device=topk_ids.device)
+        order = moves.sort_by_expert(topk_ids, weights.num_experts, self._gemm.alignment)
+        groups = self._gemm.aligned(order)
+        first: Operand | Tensor
+        if layer.gate_up.scales is None:
+            first = moves.permute(numbers_of(x), order)
+        else:
+            first = self._gemm.operand(moves.permute_rows(self._gemm.quantized(x, layer.power_of_two), order))
+        middle = self._first(first, weights, groups)
+        second: Operand | Tensor
+        if layer.down.scales is not None:
+            second = self._gemm.silu_mul(middle, layer.power_of_two, order.source)
+        else:
+            second = self._second(middle, layer, groups)
+        return moves.combine(self._last(second, weights, groups), order.positions, topk_weights, add)
+
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
         x = batch.x
-        if x.dtype != torch.bfloat16 or x.shape[-1] != weights.hidden:
+        if batch.result_dtype != torch.bfloat16 or x.shape[-1] != weights.hidden:
             raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit experts of hidden size {weights.hidden}")
         if not x.numel():
-            return torch.empty_like(x)
+            return torch.empty_like(x, dtype=torch.bfloat16)
         if batch.layout == "padded":
             assert batch.counts is not None
-            return self._padded(x, batch.counts.to(torch.int32).contiguous(), weights)
+            return self._padded(batch, batch.counts.to(torch.int32).contiguous(), weights)
         assert batch.offsets is not None
-        return self._grouped(x, batch.offsets, weights)
+        groups = self._gemm.groups(batch.offsets, len(x))
+        middle = self._first(self._spread(batch, weights.data, groups), weights, groups)
+        return self._last(self._second(middle, weights.data, groups), weights, groups)[groups.place]
 
-    def _grouped(self, x: Tensor, offsets: Tensor, weights: ExpertWeights) -> Tensor:
-        """x [M, D], sorted by expert."""
-        layer: Layer = weights.data
-        groups = self._gemm.groups(offsets, len(x))
-        middle = x.new_empty(groups.num_rows, 2 * weights.width)
-        self._gemm.grouped(self._spread(x, layer, groups), layer.gate_up.operand, middle, groups)
-        if groups.num_rows > ROOMY * len(x):  # a decode step: most aligned rows are gaps
-            second = self._spread_active(middle[groups.place], layer, groups)
-        else:
-            second = self._active(middle, layer)
-        out = x.new_empty(groups.num_rows, weights.hidden)
-        self._gemm.grouped(second, layer.down.operand, out, groups)
-        return out[groups.place]
+    def _first(self, x: Operand | Tensor, weights: ExpertWeights, groups: Groups) -> Tensor:
+        """x [rows, D] in aligned places -> gate and up [rows, 2I]."""
+        stack: Stack = weights.data.gate_up
+        return self._product(x, stack, 2 * weights.width, groups)
 
-    def _spread(self, x: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
+    def _last(self, x: Operand | Tensor, weights: ExpertWeights, groups: Groups) -> Tensor:
+        """x [rows, I] in aligned places -> [rows, D]."""
+        return self._product(x, weights.data.down, weights.hidden, groups)
+
+    def _product(self, x: Operand | Tensor, stack: Stack, width: int, groups: Groups) -> Tensor:
+        out = torch.empty(groups.num_rows, width, dtype=torch.bfloat16, device=groups.place.device)
+        self._gemm.grouped(x, stack.operand, out, groups)
+        return out
+
+    def _second(self, middle: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
+        """What the second product takes, in aligned places."""
+        if groups.num_rows > ROOMY * len(groups.place):  # a decode step: most aligned rows are gaps
+            return self._spread_active(middle[groups.place], layer, groups)
+        return self._active(middle, layer)
+
+    def _spread(self, batch: ExpertBatch, layer: Layer, groups: Groups) -> Operand | Tensor:
+        x = batch.x
         if layer.gate_up.scales is not None:
-            return self._gemm.spread(self._gemm.rows(x, layer.power_of_two), groups)
+            return self._gemm.spread(self._operand(batch, layer), groups)
         return x.new_empty(groups.num_rows, x.shape[1]).index_copy_(0, groups.place, x)
+
+    def _operand(self, batch: ExpertBatch, layer: Layer) -> Operand:
+        """Rows [M, D] and their scales."""
+        flat = batch.x.flatten(0, -2)
+        if batch.scales is None:
+            return self._gemm.rows(flat, layer.power_of_two)
+        return flat, batch.scales.flatten(0, -2)
 
     def _spread_active(self, middle: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
         rows = self._active(middle, layer)
@@ -177,17 +232,20 @@ class DeepGemmExperts:
         gate, up = middle.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def _padded(self, x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
-        """x [E, capacity, D]; rows after the counts are carried along unread."""
+    def _padded(self, batch: ExpertBatch, counts: Tensor, weights: ExpertWeights) -> Tensor:
+        """[E, capacity, D]; rows after the counts are carried along unread."""
         layer: Layer = weights.data
-        experts, capacity, hidden = x.shape
+        experts, capacity, hidden = batch.x.shape
         expected = max(1, capacity // 8)  # steers tiles only; a capacity is sized for the worst case
-        flat = x.reshape(-1, hidden)
-        first = self._gemm.rows(flat, layer.power_of_two) if layer.gate_up.scales is not None else flat
-        middle = x.new_empty(experts, capacity, 2 * weights.width)
-        self._gemm.masked(_by_expert(first, experts), layer.gate_up.operand, middle, counts, expected)
+        first: Operand | Tensor = batch.x
+        if batch.scales is not None:
+            first = batch.x, batch.scales.contiguous() if self._gemm.exponents else batch.scales
+        elif layer.gate_up.scales is not None:
+            first = _by_expert(self._operand(batch, layer), experts)
+        middle = torch.empty(experts, capacity, 2 * weights.width, dtype=torch.bfloat16, device=counts.device)
+        self._gemm.masked(first, layer.gate_up.operand, middle, counts, expected)
         second = self._active(middle.flatten(0, 1), layer)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = middle.new_empty(experts, capacity, hidden)
         self._gemm.masked(_by_expert(second, experts), layer.down.operand, out, counts, expected)
         return out
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.quantization.protocol import Activation, BlockWeight, Reads
+from moe_engine.kernels.quantization.protocol import BlockWeight, Reads
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,21 @@ class ExpertBatch:
 
     grouped: `x` [M, D], rows of expert e at offsets[e]:offsets[e+1]; `offsets` int32 [E+1] on the device.
     padded: `x` [E, capacity, D], the first counts[e] rows of expert e valid; `counts` int32 [E].
+
+    Where a kernel `ReadsRows`, rows that travelled in FP8 may come as they are: `x` e4m3, `scales` float32 of its
+    leading dimensions and D / 128, in any strides; a value is number * scale. `dtype` is then that of the results.
     """
 
     layout: str
     x: Tensor
     offsets: Tensor | None = None
     counts: Tensor | None = None
+    scales: Tensor | None = None
+    dtype: Any = None
+
+    @property
+    def result_dtype(self) -> Any:
+        return self.x.dtype if self.scales is None else self.dtype
 
 
 @dataclass
@@ -87,15 +96,11 @@ class FusedExperts(Protocol):
 
 @runtime_checkable
 class ReadsRows(Protocol):
-    """`FusedExperts` that take tokens which somebody quantised before."""
+    """A kernel that takes tokens which somebody quantised before: batches with `scales`, and `FusedExperts` an
+    `Activation`. Numbers it takes still, and quantises them itself."""
 
     def reads(self, weights: ExpertWeights) -> Reads:
         """How products with these experts read tokens."""
-
-    def run_routed(
-        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
-    ) -> Tensor:
-        """As `FusedExperts.run_routed`."""
 
 
 @dataclass(frozen=True)

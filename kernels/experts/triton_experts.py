@@ -118,7 +118,7 @@ class TritonExperts:
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
         x = batch.x.contiguous()
-        counts = None
+        counts: Tensor | None = None
         if batch.layout == "padded":
             assert batch.counts is not None
             counts, capacity = batch.counts, x.shape[1]
@@ -130,8 +130,12 @@ class TritonExperts:
             groups = self._grouped(batch.offsets, weights, x.shape[0])
         else:
             raise ValueError(f"unknown layout {batch.layout!r}")
-        rows = self._quantized(x.view(-1, weights.hidden), weights, counts)
-        return self._products(rows, weights, groups, x.dtype).view(x.shape)
+        flat = x.view(-1, weights.hidden)
+        if batch.scales is None:
+            rows = self._quantized(flat, weights, counts)
+        else:
+            rows = QuantizedRows.of(flat, batch.scales)
+        return self._products(rows, weights, groups, batch.result_dtype).view(x.shape)
 
     def reads(self, weights: ExpertWeights) -> Reads:
         data: TritonExpertWeights = weights.data

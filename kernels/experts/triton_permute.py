@@ -7,7 +7,6 @@ bits, and every shape depends on T, K and E alone, so that a captured graph can 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_engine.kernels.experts.order import ExpertOrder, most_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
@@ -22,21 +22,6 @@ from moe_engine.kernels.triton.aot import AotCase
 _STEP = 64  # pairs that a program ranks at a time: a comparison of all with all
 _MAX_CHUNKS = 128  # programs that count pairs; every program that places pairs reads all their counts
 _COMBINE_TILE = 1024
-
-
-@dataclass(frozen=True)
-class ExpertOrder:
-    """Pairs sorted by expert, by token inside an expert.
-
-    Attributes:
-        offsets: int32 [E + 1]; expert e has the rows offsets[e]:offsets[e + 1], padding of its group included.
-        positions: int32 [T, K], the row of each pair; -1 where its id is not one of the E experts.
-        source: int32 [M], the pair t * K + k of each row, -1 in padding; rows from offsets[E] on hold anything.
-    """
-
-    offsets: Tensor
-    positions: Tensor
-    source: Tensor
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_steps"], do_not_specialize_on_alignment=["ids"])
@@ -54,7 +39,7 @@ def count_kernel(ids, counts, num_pairs, num_steps, EXPERTS: tl.constexpr, STEP:
 
 @triton.jit(do_not_specialize=["num_pairs", "num_steps", "num_chunks"], do_not_specialize_on_alignment=["ids"])
 def place_kernel(
-    ids, counts, offsets, positions, source, num_pairs, num_steps, num_chunks,
+    ids, counts, offsets, ends_out, positions, source, num_pairs, num_steps, num_chunks,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A pair's row = start of its expert's group + pairs of that expert before it, in other chunks and in its own."""
@@ -70,6 +55,7 @@ def place_kernel(
     ends = tl.cumsum(size, 0)
     if chunk == 0:
         tl.store(offsets + experts, ends - size, mask=experts < NUM_EXPERTS)
+        tl.store(ends_out + experts, ends - size + total, mask=experts < NUM_EXPERTS)
         tl.store(offsets + NUM_EXPERTS, tl.sum(size, 0))
     start = ends - size + before
     lane = tl.arange(0, STEP)
@@ -85,20 +71,23 @@ def place_kernel(
         start += tl.sum(named.to(tl.int32), axis=0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "scale_stride"], do_not_specialize_on_alignment=["end"])
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "scale_stride"], do_not_specialize_on_alignment=["end"])
 def permute_kernel(
-    x, source, end, out, scales, num_rows, scale_stride,
+    x, x_scales, source, end, out, scales, num_rows, x_scale_stride, scale_stride,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = x[source // TOP_K], zeros in padding and from row *end on; with FP8 quantised on the way."""
+    """out [M, WIDTH] = x[source // TOP_K], zeros in padding and from row *end on; with FP8 quantised on the way.
+
+    CARRIES: x are bytes of numbers that were quantised before, whose scales go along; 1 in padding.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = rows < num_rows
     pair = tl.load(source + rows, mask=rows < tl.minimum(num_rows, tl.load(end)), other=-1)
     token = (pair // TOP_K).to(tl.int64)
     mask = (pair >= 0)[:, None] & (cols < WIDTH)[None, :]
-    tile = tl.load(x + token[:, None] * X_STRIDE + cols[None, :], mask=mask, other=0.0)
+    tile = tl.load(x + token[:, None] * X_STRIDE + cols[None, :], mask=mask, other=0)
     place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     if FP8:
@@ -107,6 +96,10 @@ def permute_kernel(
         tl.store(scales + tl.program_id(1) * scale_stride + rows, scale, mask=inside)
     else:
         tl.store(place, tile, mask=mask)
+    if CARRIES:
+        theirs = x_scales + tl.program_id(1) * x_scale_stride + token
+        scale = tl.load(theirs, mask=pair >= 0, other=1.0)
+        tl.store(scales + tl.program_id(1) * scale_stride + rows, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["weights"])
@@ -138,8 +131,9 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int, align: int = 1) -> Expert
     ids = topk_ids.to(torch.int32).contiguous()
     num_pairs, device = ids.numel(), ids.device
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=device)
     if not num_pairs:
-        return ExpertOrder(offsets.zero_(), torch.empty_like(ids), ids.new_empty(0))
+        return ExpertOrder(offsets.zero_(), ends.zero_(), torch.empty_like(ids), ids.new_empty(0))
     experts = triton.next_power_of_2(num_experts)
     num_steps = triton.cdiv(triton.cdiv(num_pairs, _STEP), _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_pairs, _STEP * num_steps)
@@ -147,41 +141,57 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int, align: int = 1) -> Expert
     if align == 1:
         source = torch.empty(num_pairs, dtype=torch.int32, device=device)
     else:
-        room = triton.cdiv(num_pairs + min(num_experts, num_pairs) * (align - 1), align) * align
-        source = torch.full((room,), -1, dtype=torch.int32, device=device)
+        source = torch.full((most_rows(num_pairs, num_experts, align),), -1, dtype=torch.int32, device=device)
     positions = torch.empty_like(ids)
     count_kernel[(num_chunks,)](ids, counts, num_pairs, num_steps, EXPERTS=experts, STEP=_STEP, num_warps=4)
     place_kernel[(num_chunks,)](
-        ids, counts, offsets, positions, source, num_pairs, num_steps, num_chunks,
+        ids, counts, offsets, ends, positions, source, num_pairs, num_steps, num_chunks,
         **_place_constants(num_experts, align), num_warps=4,
     )  # fmt: skip
-    return ExpertOrder(offsets, positions, source)
+    return ExpertOrder(offsets, ends, positions, source)
 
 
 def permute(x: Tensor, order: ExpertOrder) -> Tensor:
     """x [T, D] -> [M, D]: each row its pair's token, zeros in padding."""
     out = torch.empty(len(order.source), x.shape[1], dtype=x.dtype, device=x.device)
-    _permute(x, order, out, None, False)
+    _permute(x, None, order, out, None)
     return out
 
 
 def permute_quantize(x: Tensor, order: ExpertOrder, power_of_two: bool = False) -> QuantizedRows:
     """The same in FP8, quantised on the way."""
     rows = QuantizedRows.empty(len(order.source), x.shape[1], x.device)
-    _permute(x, order, rows.data, rows, power_of_two)
+    _permute(x, None, order, rows.data, rows, power_of_two)
     return rows
 
 
-def _permute(x: Tensor, order: ExpertOrder, out: Tensor, quantized: QuantizedRows | None, power_of_two: bool) -> None:
+def permute_rows(x: QuantizedRows, order: ExpertOrder) -> QuantizedRows:
+    """`permute` of tokens that are quantised already; the scales of padding are 1."""
+    rows = QuantizedRows.empty(len(order.source), x.data.shape[1], x.data.device)
+    _permute(x.data.view(torch.uint8), x, order, rows.data.view(torch.uint8), rows)
+    return rows
+
+
+def _permute(
+    x: Tensor,
+    scaled: QuantizedRows | None,
+    order: ExpertOrder,
+    out: Tensor,
+    quantized: QuantizedRows | None,
+    power_of_two: bool = False,
+) -> None:
+    """`quantized`: where scales go, those of `scaled` or, without it, the ones found on the way."""
     x = x.contiguous()
     num_rows, width = out.shape
     if not num_rows:
         return
+    fp8 = quantized is not None and scaled is None
     grid = (triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(width, BLOCK))
     permute_kernel[grid](
-        x, order.source, order.offsets[-1:], out, None if quantized is None else quantized.scales, num_rows,
-        0 if quantized is None else quantized.scale_stride,
-        **_permute_constants(order.positions.shape[1], width, quantized is not None, power_of_two), num_warps=4,
+        x, None if scaled is None else scaled.scales, order.source, order.offsets[-1:], out,
+        None if quantized is None else quantized.scales, num_rows,
+        0 if scaled is None else scaled.scale_stride, 0 if quantized is None else quantized.scale_stride,
+        **_permute_constants(order.positions.shape[1], width, fp8, power_of_two, scaled is not None), num_warps=4,
     )  # fmt: skip
 
 
@@ -205,10 +215,12 @@ def _place_constants(num_experts: int, align: int) -> dict[str, Any]:
     return {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "STEP": _STEP, "ALIGN": align}
 
 
-def _permute_constants(top_k: int, width: int, fp8: bool, power_of_two: bool) -> dict[str, Any]:
+def _permute_constants(
+    top_k: int, width: int, fp8: bool, power_of_two: bool = False, carries: bool = False
+) -> dict[str, Any]:
     return {
         "TOP_K": top_k, "WIDTH": width, "X_STRIDE": width, "ROWS": TILE_ROWS, "COLS": BLOCK, "FP8": fp8,
-        "POWER_OF_TWO": power_of_two,
+        "POWER_OF_TWO": power_of_two, "CARRIES": carries,
     }  # fmt: skip
 
 
@@ -220,15 +232,24 @@ def aot_cases() -> list[AotCase]:
         constants: dict[str, Any] = {"EXPERTS": experts, "STEP": _STEP}
         signature = {"ids": "*i32:1", "counts": "*i32", **ints}
         cases.append(AotCase(f"expert_count_{experts}", count_kernel, signature, constants, 4, 3, False))
-        signature = signature | {"offsets": "*i32", "positions": "*i32", "source": "*i32", "num_chunks": "i32"}
+        signature = signature | {
+            "offsets": "*i32",
+            "ends_out": "*i32",
+            "positions": "*i32",
+            "source": "*i32",
+            "num_chunks": "i32",
+        }
         constants = _place_constants(experts, 1)
         cases.append(AotCase(f"expert_place_{experts}", place_kernel, signature, constants, 4, 3, False))
-    for width, top_k, fp8 in ((7168, 8, True), (7168, 8, False), (2048, 6, False)):
-        kind = "*fp8e4nv" if fp8 else "*bf16"
-        signature = {"x": "*bf16", "source": "*i32", "end": "*i32:1", "out": kind, "num_rows": "i32"}
-        constants = _permute_constants(top_k, width, fp8, False) | ({} if fp8 else {"scales": None})
-        signature |= {"scale_stride": "i32"} | ({"scales": "*fp32"} if fp8 else {})
-        name = f"expert_permute_{width}{'_fp8' if fp8 else ''}"
+    for width, top_k, what in ((7168, 8, "fp8"), (7168, 8, "bytes"), (7168, 8, "bf16"), (2048, 6, "bf16")):
+        x, out = {"fp8": ("*bf16", "*fp8e4nv"), "bytes": ("*u8", "*u8"), "bf16": ("*bf16", "*bf16")}[what]
+        signature = {"x": x, "source": "*i32", "end": "*i32:1", "out": out, "num_rows": "i32"}
+        signature |= {"x_scale_stride": "i32", "scale_stride": "i32"}
+        constants = _permute_constants(top_k, width, what == "fp8", carries=what == "bytes")
+        for scales, given in (("x_scales", what == "bytes"), ("scales", what != "bf16")):
+            signature |= {scales: "*fp32"} if given else {}
+            constants |= {} if given else {scales: None}
+        name = f"expert_permute_{width}{'' if what == 'bf16' else '_' + what}"
         cases.append(AotCase(name, permute_kernel, signature, constants, 4, 3, False))
     for width, top_k in ((7168, 8), (2048, 6)):
         signature = {"rows": "*bf16", "positions": "*i32", "weights": "*fp32:1", "add": "*bf16", "out": "*bf16"}

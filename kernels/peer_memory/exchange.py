@@ -7,7 +7,7 @@ D hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -29,6 +29,7 @@ from moe_engine.kernels.peer_memory.triton_dispatch import (
     send_constants,
     send_kernel,
 )
+from moe_engine.kernels.quantization.protocol import BLOCK, FP8, NUMBERS, Activation, QuantizedActivation, Reads
 
 STATE_WORDS = 16  # of a slot: the epoch, and a ticket for each kernel that raises flags; slots in lines of their own
 
@@ -38,12 +39,15 @@ class Arrival:
     """What came of one dispatch, valid until its slot's next.
 
     Attributes:
-        rows: [El, C, D] in the activation dtype, the first counts[e] of expert e.
+        rows: [El, C, D] in the activation dtype, the first counts[e] of expert e; empty where FP8 rows are read as they
+            travelled.
+        sent: the same as they travelled, e4m3 [El, C, D], and their scales float32 [El, C, D / 128]; None without FP8.
         counts: int32 [El].
         positions: int32 [M * K]: where each of this rank's pairs lies among its expert's rows, -1: it was not sent.
     """
 
     rows: Tensor
+    sent: tuple[Tensor, Tensor] | None
     counts: Tensor
     positions: Tensor
 
@@ -79,24 +83,34 @@ class PeerExchange:
     def _make_arrival(self, slot: Slot, dtype: torch.dtype) -> Arrival:
         regions, device = self._regions, self._memory.device
         shape = (regions.num_local, regions.capacity, regions.hidden)
+
+        def part(begin: int, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
+            return self._memory[begin : begin + torch.Size(size).numel() * kind.itemsize].view(kind).view(size)
+
+        sent = None
         if regions.fp8:
-            rows = torch.empty(shape, dtype=dtype, device=device)
+            rows = torch.empty(0, dtype=dtype, device=device)  # made when somebody wants them
+            sent = part(slot.rows, shape, FP8), part(slot.scales, (*shape[:2], shape[2] // BLOCK), torch.float32)
         else:
-            size = regions.num_local * regions.capacity * regions.hidden * dtype.itemsize
-            rows = self._memory[slot.rows : slot.rows + size].view(dtype).view(shape)
+            rows = part(slot.rows, shape, dtype)
         counts = torch.zeros(regions.num_local, dtype=torch.int32, device=device)
-        return Arrival(rows, counts, torch.full((regions.max_pairs,), -1, dtype=torch.int32, device=device))
+        return Arrival(rows, sent, counts, torch.full((regions.max_pairs,), -1, dtype=torch.int32, device=device))
 
     def lost_ranks(self) -> list[int]:
         """Ranks that some kernel has given up, as far as the device has said so."""
         return self._lost.nonzero().flatten().tolist()
 
-    def dispatch(self, x: Tensor, ids: Tensor, number: int) -> Arrival:
-        """Sends x [T, D] to the experts that ids int32 [T, K] name, through slot `number`."""
-        x, ids = x.contiguous(), ids.contiguous()
+    def dispatch(self, x: Activation, ids: Tensor, number: int, reads: Reads = NUMBERS) -> Arrival:
+        """Sends x [T, D] to the experts that ids int32 [T, K] name, through slot `number`.
+
+        Args:
+            x: may be quantised where rows travel in FP8.
+            reads: how experts read; FP8 rows get such scales, and are widened unless it names rows.
+        """
+        ids = ids.contiguous()
         self.announce(ids, number)
-        self.send(x, ids, number)
-        return self.receive(number)
+        self.send(x if isinstance(x, QuantizedActivation) else x.contiguous(), ids, number, reads.power_of_two)
+        return self.receive(number, widen=not reads.rows)
 
     def combine(self, rows: Tensor, weights: Tensor, number: int) -> Tensor:
         """rows [El, C, D], the experts' results, and weights float32 [T, K] -> [T, D] in rows' dtype."""
@@ -114,22 +128,33 @@ class PeerExchange:
             num_warps=TILES.announce_warps,
         )  # fmt: skip
 
-    def send(self, x: Tensor, ids: Tensor, number: int) -> None:
+    def send(self, x: Activation, ids: Tensor, number: int, power_of_two: bool = False) -> None:
         """Waits for every rank's announcement."""
         regions, slot = self._regions, self._slots[number]
-        constants = send_constants(ids.shape[1], regions.hidden, regions.num_local, regions.num_ranks, regions.fp8)
+        data, scales, stride = x, None, 0
+        if isinstance(x, QuantizedActivation):
+            data, scales, stride = x.rows.data.view(torch.uint8), x.rows.scales, x.rows.scale_stride
+        constants = send_constants(
+            ids.shape[1], regions.hidden, regions.num_local, regions.num_ranks, regions.fp8, power_of_two,
+            scales is not None,
+        )  # fmt: skip
         send_kernel[(max(ids.numel(), 1),)](
-            x, ids, self._numbers[number], self._arrivals[number].positions, self._peers, self._state[number],
-            self._failed, self._lost, ids.numel(), self._rank, regions.capacity, regions.max_pairs, self._limit_ns,
-            slot.counts, slot.flags[COUNTED], slot.flags[SENT], slot.origins, slot.rows, slot.scales, **constants,
-            num_warps=TILES.row_warps,
+            data, scales, ids, self._numbers[number], self._arrivals[number].positions, self._peers,
+            self._state[number], self._failed, self._lost, stride, ids.numel(), self._rank, regions.capacity,
+            regions.max_pairs, self._limit_ns, slot.counts, slot.flags[COUNTED], slot.flags[SENT], slot.origins,
+            slot.rows, slot.scales, **constants, num_warps=TILES.row_warps,
         )  # fmt: skip
 
-    def receive(self, number: int) -> Arrival:
-        """Waits until every rank has sent."""
+    def receive(self, number: int, widen: bool = True) -> Arrival:
+        """Waits until every rank has sent. `widen`: FP8 rows become numbers."""
         regions, slot, arrival = self._regions, self._slots[number], self._arrivals[number]
-        constants = receive_constants(regions.hidden, regions.num_local, regions.num_ranks, regions.fp8)
-        receive_kernel[(regions.num_local, TILES.receive_parts if regions.fp8 else 1)](
+        widens = regions.fp8 and widen
+        if widens and not arrival.rows.numel():
+            assert arrival.sent is not None
+            arrival = replace(arrival, rows=arrival.rows.new_empty(arrival.sent[0].shape))
+            self._arrivals[number] = arrival
+        constants = receive_constants(regions.hidden, regions.num_local, regions.num_ranks, widens)
+        receive_kernel[(regions.num_local, TILES.receive_parts if widens else 1)](
             self._peers, self._state[number], self._failed, self._lost, arrival.counts, arrival.rows, self._rank,
             regions.capacity, self._limit_ns, slot.counts, slot.flags[SENT], slot.rows, slot.scales, **constants,
             num_warps=TILES.row_warps,

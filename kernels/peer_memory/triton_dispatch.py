@@ -2,7 +2,7 @@
 
     announce: how many rows this rank has for each expert, told to every rank
     send:     with everybody's counts a rank knows where its rows begin among an expert's: it writes them there
-    receive:  waits for the rows, sums the counts; FP8 rows are widened on the way
+    receive:  waits for the rows, sums the counts; FP8 rows may be widened on the way
 
 Rows of an expert lie by rank, by token inside a rank: equal inputs give equal bits. Nothing waits for the host; `send`
 waits for the counts of all ranks, `receive` for their rows. Offsets are int64 whatever their value, for the sizes of a
@@ -24,7 +24,7 @@ from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
 
 _BLOCK = tl.constexpr(BLOCK)
-_SIZES = ["num_pairs", "rank", "capacity", "max_pairs", "limit_ns"]
+_SIZES = ["num_pairs", "rank", "capacity", "max_pairs", "scale_stride", "limit_ns"]
 _OFFSETS = ["counts_at", "counted_at", "sent_at", "origins_at", "rows_at", "scales_at"]
 
 
@@ -60,17 +60,26 @@ def announce_kernel(
 
 
 @triton.jit
-def _write_row(x, row, scales, WIDTH: tl.constexpr, COLS: tl.constexpr, FP8: tl.constexpr):
-    """x [WIDTH] -> row [WIDTH], maybe another rank's; with FP8 quantised on the way, scales [WIDTH / 128]."""
+def _write_row(
+    x, x_scales, row, scales, scale_stride,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
+):  # fmt: skip
+    """x [WIDTH] -> row [WIDTH], maybe another rank's; with FP8 quantised on the way, scales [WIDTH / 128]. CARRIES: x
+    was quantised before, its scales lie `scale_stride` apart."""
     if FP8:
         blocks = tl.arange(0, COLS)
         places = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
         for begin in range(0, WIDTH, COLS * _BLOCK):
             inside = begin + places < WIDTH
-            tile = tl.load(x + begin + places, mask=inside, other=0.0).to(tl.float32)
-            numbers, scale = quantize_tile(tile, False)
+            some = begin + blocks * _BLOCK < WIDTH
+            tile = tl.load(x + begin + places, mask=inside, other=0)
+            if CARRIES:
+                numbers = tile
+                scale = tl.load(x_scales + (begin // _BLOCK + blocks) * scale_stride, mask=some)
+            else:
+                numbers, scale = quantize_tile(tile.to(tl.float32), POWER_OF_TWO)
             tl.store(row + begin + places, numbers, mask=inside)
-            tl.store(scales + begin // _BLOCK + blocks, scale, mask=begin + blocks * _BLOCK < WIDTH)
+            tl.store(scales + begin // _BLOCK + blocks, scale, mask=some)
     else:
         for begin in range(0, WIDTH, COLS):
             places = begin + tl.arange(0, COLS)
@@ -79,14 +88,15 @@ def _write_row(x, row, scales, WIDTH: tl.constexpr, COLS: tl.constexpr, FP8: tl.
 
 @triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS], do_not_specialize_on_alignment=["ids"])
 def send_kernel(
-    x, ids, numbers, positions, peers, state, failed, lost,
-    num_pairs, rank, capacity, max_pairs, limit_ns: tl.int64, counts_at: tl.int64, counted_at: tl.int64,
+    x, x_scales, ids, numbers, positions, peers, state, failed, lost,
+    scale_stride, num_pairs, rank, capacity, max_pairs, limit_ns: tl.int64, counts_at: tl.int64, counted_at: tl.int64,
     sent_at: tl.int64, origins_at: tl.int64, rows_at: tl.int64, scales_at: tl.int64,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUM_LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, FP8: tl.constexpr,
+    COLS: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Program p writes pair p's row of x [T, WIDTH] where its expert takes it; positions [P] gets the expert's row, -1
-    where nothing was sent: no such expert, or more rows than C. Grid (max(P, 1),)."""
+    where nothing was sent: no such expert, or more rows than C. CARRIES: x is bytes of e4m3 numbers, whose scales are
+    x_scales [WIDTH / 128, T]. Grid (max(P, 1),)."""
     pair = tl.program_id(0)
     epoch = tl.load(state)
     flags = part_of(peers, rank, counted_at, tl.int64)
@@ -108,12 +118,19 @@ def send_kernel(
         origins = part_of(peers, owner, origins_at, tl.int32)
         tl.store(origins + number, rank * max_pairs + pair)
         line = number.to(tl.int64)
-        if FP8:
+        if FP8 and not CARRIES:
             rows = part_of(peers, owner, rows_at, tl.float8e4nv)
         else:
             rows = part_of(peers, owner, rows_at, x.dtype.element_ty)
         scales = part_of(peers, owner, scales_at, tl.float32) + line * (WIDTH // _BLOCK)
-        _write_row(x + (pair // TOP_K).to(tl.int64) * WIDTH, rows + line * WIDTH, scales, WIDTH, COLS, FP8)
+        token = pair // TOP_K
+        theirs = x_scales
+        if CARRIES:
+            theirs += token
+        _write_row(
+            x + token.to(tl.int64) * WIDTH, theirs, rows + line * WIDTH, scales, scale_stride,
+            WIDTH, COLS, FP8, POWER_OF_TWO, CARRIES,
+        )  # fmt: skip
     if is_last(state + 2, tl.num_programs(0)) & complete:
         raise_flags(peers, rank, sent_at, epoch, RANKS, LANES)
 
@@ -158,8 +175,12 @@ def announce_constants(num_local: int, num_ranks: int) -> dict[str, Any]:
     return {"NUM_LOCAL": num_local, "LOCAL": local, **rank_constants(num_ranks), "STEP": TILES.announce_step}
 
 
-def send_constants(top_k: int, hidden: int, num_local: int, num_ranks: int, fp8: bool) -> dict[str, Any]:
-    return {"TOP_K": top_k, **receive_constants(hidden, num_local, num_ranks, fp8)}
+def send_constants(
+    top_k: int, hidden: int, num_local: int, num_ranks: int, fp8: bool, power_of_two: bool = False,
+    carries: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    how = {"POWER_OF_TWO": power_of_two and not carries, "CARRIES": carries}
+    return {"TOP_K": top_k, **receive_constants(hidden, num_local, num_ranks, fp8), **how}
 
 
 def receive_constants(hidden: int, num_local: int, num_ranks: int, fp8: bool) -> dict[str, Any]:
@@ -180,11 +201,16 @@ def _cases_of(shape: CompiledShape) -> list[AotCase]:
     arguments = own | sizes | tensors
     sizes_of = (shape.hidden, shape.num_local, shape.num_ranks, shape.fp8)
     found = []
-    for kernel, name, constants, warps in (
+    kernels = [
         (announce_kernel, "announce", announce_constants(shape.num_local, shape.num_ranks), TILES.announce_warps),
-        (send_kernel, "send", send_constants(shape.top_k, *sizes_of), TILES.row_warps),
+        (send_kernel, "send", send_constants(shape.top_k, *sizes_of) | {"x_scales": None}, TILES.row_warps),
         (receive_kernel, "receive", receive_constants(*sizes_of), TILES.row_warps),
-    ):
+    ]
+    if shape.fp8:
+        carries = send_constants(shape.top_k, *sizes_of, carries=True)
+        kernels.append((send_kernel, "send_rows", carries, TILES.row_warps))
+    for kernel, name, constants, warps in kernels:
+        arguments |= {"x": "*u8", "x_scales": "*fp32"} if name == "send_rows" else {}
         names = [argument for argument in kernel.arg_names if argument not in constants]
         signature = {argument: arguments[argument] for argument in names}
         found.append(AotCase(f"peer_{name}_{shape.name}", kernel, signature, constants, warps, 3, False))

@@ -74,6 +74,14 @@ class QuantizedRows:
         columns = torch.empty(num_blocks(k), -(-m // 4) * 4, device=device)
         return cls(torch.empty(m, k, dtype=FP8, device=device), columns[:, :m].t())
 
+    @classmethod
+    def of(cls, data: Tensor, scales: Tensor) -> QuantizedRows:
+        """Rows [M, K] whose scales [..., ceil(K / 128)] of M rows lie in any strides: copied, column-major."""
+        rows, blocks = data.shape[0], scales.shape[-1]
+        columns = torch.empty(blocks, -(-rows // 4) * 4, device=data.device)[:, :rows].t()
+        columns.unflatten(0, scales.shape[:-1]).copy_(scales)
+        return cls(data, columns)
+
     @property
     def scale_stride(self) -> int:
         """Elements from one block's scale of a row to the next block's."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts.order import ExpertOrder, most_rows
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
@@ -39,7 +40,21 @@ class Quantization(Protocol):
 
     def quantize_rows(self, x: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
 
-    def silu_mul_quantize(self, gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
+    def silu_mul_quantize(
+        self, gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None
+    ) -> QuantizedRows: ...
+
+
+class Permutation(Protocol):
+    """How rows come to their experts and back: `kernels.experts.order`, or the Triton kernels of the same names."""
+
+    def sort_by_expert(self, topk_ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder: ...
+
+    def permute(self, x: Tensor, order: ExpertOrder) -> Tensor: ...
+
+    def permute_rows(self, x: QuantizedRows, order: ExpertOrder) -> QuantizedRows: ...
+
+    def combine(self, rows: Tensor, positions: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,8 @@ class DeepGemm:
     Args:
         module: the library; default: the installed one.
         capability: of the GPU; default: of the one here.
-        quantization: how activations become FP8; default: in Triton where that is installed.
+        quantization: how activations become FP8, and with it how rows are permuted; default: in Triton where that is
+            installed, else in torch.
 
     Raises:
         ImportError: the library is not here or lacks what is called.
@@ -73,7 +89,8 @@ class DeepGemm:
         self._lib = DEEP_GEMM.load() if module is None else DEEP_GEMM.check(module)
         self.exponents = (capability or _capability())[0] >= 10
         """Scales are powers of two, packed."""
-        self._quantization = quantization or _quantization()
+        self._quantization: Quantization = quantization or _quantization()
+        self.permutation: Permutation = _permutation(self._quantization)
         self._takes_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
 
     @staticmethod
@@ -101,17 +118,21 @@ class DeepGemm:
         """How products with a weight read activations."""
         return Reads.fp8(power_of_two or self.exponents)
 
-    def rows(self, x: Activation, power_of_two: bool) -> Operand:
+    def quantized(self, x: Activation, power_of_two: bool) -> QuantizedRows:
         """x [M, K] bf16, quantised where it is not yet."""
         if isinstance(x, QuantizedActivation):
-            return self._operand(x.rows)
-        return self._operand(self._quantization.quantize_rows(x, power_of_two or self.exponents))
+            return x.rows
+        return self._quantization.quantize_rows(x, power_of_two or self.exponents)
 
-    def silu_mul(self, gate_up: Tensor, power_of_two: bool) -> Operand:
-        """gate_up [M, 2I], gate first -> silu(gate) * up, quantised."""
-        return self._operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents))
+    def rows(self, x: Activation, power_of_two: bool) -> Operand:
+        """The same as an operand."""
+        return self.operand(self.quantized(x, power_of_two))
 
-    def _operand(self, rows: QuantizedRows) -> Operand:
+    def silu_mul(self, gate_up: Tensor, power_of_two: bool, source: Tensor | None = None) -> Operand:
+        """gate_up [M, 2I], gate first -> silu(gate) * up, quantised. Rows where `source` [M] is negative: padding."""
+        return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, source))
+
+    def operand(self, rows: QuantizedRows) -> Operand:
         """Hopper's kernels read the columns as the quantisers write them; Blackwell's packing reads lines."""
         return rows.data, rows.scales.contiguous() if self.exponents else rows.scales
 
@@ -119,9 +140,14 @@ class DeepGemm:
         """out [M, N] bf16 = a [M, K] @ b [N, K].T."""
         self._lib.fp8_gemm_nt(a, b, out)
 
+    @property
+    def alignment(self) -> int:
+        """Rows at whose multiples each group starts."""
+        return int(self._lib.get_mk_alignment_for_contiguous_layout())
+
     def groups(self, offsets: Tensor, num_rows: int) -> Groups:
         """The aligned places of rows that are sorted by group; offsets [G+1] int32 on the device."""
-        num_groups, alignment = len(offsets) - 1, int(self._lib.get_mk_alignment_for_contiguous_layout())
+        num_groups, alignment = len(offsets) - 1, self.alignment
         offsets = offsets.long()
         counts = offsets.diff()
         padded = (counts + alignment - 1).div(alignment, rounding_mode="floor").mul_(alignment)
@@ -130,14 +156,23 @@ class DeepGemm:
         # a dispatcher that does not wait for counts brings more rows than there are: they go behind the last group
         group = torch.searchsorted(offsets[1:], row, right=True).clamp_max(num_groups - 1)
         place = row - offsets[group] + starts[group]
-        # groups that have rows are at most as many as rows; each wastes less than one alignment
-        worst = num_rows + min(num_groups, num_rows) * (alignment - 1)
-        most = -(-worst // alignment) * alignment
+        most = most_rows(num_rows, num_groups, alignment)
         if self._takes_ends:
             return Groups(place, most, (starts + counts).to(torch.int32), True)
         layout = torch.full((most,), -1, dtype=torch.int32, device=offsets.device)
         layout[place] = torch.where(row < offsets[-1], group, -1).to(torch.int32)
         return Groups(place, most, layout, False)
+
+    def aligned(self, order: ExpertOrder) -> Groups:
+        """The same of pairs sorted with this alignment. What belongs to no group shares the last row, a gap: where a
+        pair is missing, the worst case has a row to spare."""
+        most = len(order.source)
+        place = order.positions.flatten().long().remainder(most)
+        if self._takes_ends:
+            return Groups(place, most, order.ends, True)
+        row = torch.arange(most, dtype=torch.int32, device=place.device)
+        group = torch.searchsorted(order.offsets[1:], row, right=True, out_int32=True)
+        return Groups(place, most, torch.where(order.source < 0, -1, group), False)
 
     def spread(self, operand: Operand, groups: Groups) -> Operand:
         """Rows to their aligned places; what lies between is left as it is, nobody reads its products."""
@@ -176,3 +211,9 @@ def _quantization() -> Any:
         return importlib.import_module("moe_engine.kernels.quantization.triton_rows")
     except ImportError:
         return reference
+
+
+def _permutation(quantization: Quantization) -> Any:
+    """Of the same make."""
+    name = "order" if quantization is reference else "triton_permute"
+    return importlib.import_module(f"moe_engine.kernels.experts.{name}")

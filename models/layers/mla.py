@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import FusedMLA, MLABackend, MLALayer
+from moe_engine.kernels.attention.protocol import ExpandsParts, FusedMLA, MLABackend, MLALayer, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, Reads, read_by_all
@@ -44,7 +44,7 @@ class MLAAttention:
 
     Args:
         max_expanded_tokens: context tokens whose keys and values are held at once, S * H * (N + V) elements. A request
-            with a longer context runs its prefill in the absorbed form.
+            with a longer context is expanded in parts, or runs its prefill in the absorbed form.
         layer_name: prefix of the layer's tensors; default ``model.layers.{layer_index}``.
     """
 
@@ -215,11 +215,37 @@ class MLAAttention:
 
     def _expanded(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over keys and values of the whole context."""
-        mla, backend, queries, shared = self._mla, self._backend, piece.queries, piece.shared
+        backend, queries, shared = self._backend, piece.queries, piece.shared
+        if piece.parts:
+            self._expanded_in_parts(q, cache, piece, out)
+            return
         gathered, plan = (queries, piece.plan) if shared is None else (shared.queries, shared.plan)
-        rows = None if cache.dtype == q.dtype else q.new_empty(gathered.num_context_tokens, mla.cache_width)
-        context = backend.gather_latent(cache, gathered, plan, rows, mla.kv_lora_rank)  # [S, C+R]
-        kv = self._kv_b(context[:, : mla.kv_lora_rank]).unflatten(1, (mla.num_heads, -1))  # [S, H, N+V]
-        rope = context[:, mla.kv_lora_rank :]  # [S, R]
+        kv, rope = self._expand(q, cache, gathered, plan, gathered.num_context_tokens)
         attend = backend.expanded if shared is None else backend.expanded_shared  # type: ignore[attr-defined]
         out.copy_(attend(q, kv, rope, queries, self._scale, piece.plan))
+
+    def _expanded_in_parts(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
+        """The same, of one part of the context after the other."""
+        backend = self._backend
+        assert isinstance(backend, ExpandsParts)
+        mixed: tuple[Tensor, Tensor] | None = None
+        for part in piece.parts:
+            kv, rope = self._expand(q, cache, piece.queries, part.plan, part.num_tokens)
+            found = backend.expanded_part(q, kv, rope, self._scale, part.plan)
+            if mixed is None:
+                mixed = found
+            else:
+                backend.merge_parts(*mixed, *found)
+        assert mixed is not None
+        out.copy_(mixed[0])
+
+    def _expand(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, plan: Any, num_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, H, N+V] of so many tokens that the plan gathers, and their rotary channels [S, R]."""
+        mla, rows = self._mla, None
+        if cache.dtype != q.dtype or num_tokens != queries.num_context_tokens:
+            rows = q.new_empty(num_tokens, mla.cache_width)
+        context = self._backend.gather_latent(cache, queries, plan, rows, mla.kv_lora_rank)  # [S, C+R]
+        kv = self._kv_b(context[:, : mla.kv_lora_rank]).unflatten(1, (mla.num_heads, -1))
+        return kv, context[:, mla.kv_lora_rank :]

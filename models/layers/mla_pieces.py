@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries, SharedRun, SharesContext
+from moe_engine.kernels.attention.protocol import (
+    AttentionBatch,
+    ExpandsParts,
+    MLABackend,
+    PagedQueries,
+    SharedRun,
+    SharesContext,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,14 @@ class SharedContext:
     """The context tokens of some requests, each once: `queries` gathers them as if they were one request's."""
 
     queries: PagedQueries
+    plan: Any
+
+
+@dataclass(frozen=True)
+class ContextPart:
+    """Some tokens of a context, and the backend's plan to gather them and attend to them."""
+
+    num_tokens: int
     plan: Any
 
 
@@ -33,6 +48,8 @@ class Piece:
     absorbed: bool
     shared: SharedContext | None = None
     """Of an expanded piece whose requests share tokens; `queries.slot_table` then names rows of what it gathers."""
+    parts: tuple[ContextPart, ...] = ()
+    """Of an expanded piece of one request whose context is too long to be expanded at once."""
 
 
 def cut(
@@ -42,7 +59,8 @@ def cut(
 
     Args:
         plan: the step's own; pieces that had to be cut get plans of their own.
-        max_expanded_tokens: context tokens of an expanded piece. A request with more runs in the absorbed form.
+        max_expanded_tokens: context tokens that are expanded at once. A request with more is expanded in parts where
+            the backend can put these together, else it runs in the absorbed form.
         max_absorbed_tokens: query tokens of such a request run at once.
 
     Raises:
@@ -62,9 +80,13 @@ def cut(
         pieces.append(Piece(slice(start, start + prefill.num_tokens), prefill, plan, False))
         return pieces
     for queries, absorbed, shared in _cut_runs(prefill, runs, backend, max_expanded_tokens, max_absorbed_tokens):
-        alone = AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries)
-        stop = start + queries.num_tokens
-        pieces.append(Piece(slice(start, stop), queries, backend.plan(alone), absorbed, shared))
+        stop, own = start + queries.num_tokens, None
+        parts: tuple[ContextPart, ...] = ()
+        if not absorbed and shared is None and queries.num_context_tokens > max_expanded_tokens:
+            parts = _parts(queries, backend, max_expanded_tokens)
+        else:
+            own = backend.plan(AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries))
+        pieces.append(Piece(slice(start, stop), queries, own, absorbed, shared, parts))
         start = stop
     return pieces
 
@@ -87,7 +109,8 @@ def _cut_runs(
     start = 0
     for run in [*runs, SharedRun(prefill.num_requests, prefill.num_requests, 0)]:
         if start < run.first:
-            for queries, absorbed in _cut_prefill(_requests(prefill, start, run.first), limit, max_absorbed):
+            between = _requests(prefill, start, run.first)
+            for queries, absorbed in _cut_prefill(between, limit, max_absorbed, isinstance(backend, ExpandsParts)):
                 yield queries, absorbed, None
         if run.first < run.last:
             queries, shared = _share(prefill, run, backend)
@@ -115,14 +138,30 @@ def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[
     return queries, SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
 
 
-def _cut_prefill(queries: PagedQueries, limit: int, max_absorbed: int) -> Iterator[tuple[PagedQueries, bool]]:
+def _parts(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextPart, ...]:
+    """Of one request. They are half as long as they might be: the results of two are held beside them."""
+    assert isinstance(backend, ExpandsParts)
+    (context,), size = queries.context_lens, max(1, limit // 2)
+    return tuple(
+        ContextPart(min(size, context - first), backend.plan_part(queries, [first], [min(size, context - first)]))
+        for first in range(0, context, size)
+    )
+
+
+def _cut_prefill(
+    queries: PagedQueries, limit: int, max_absorbed: int, in_parts: bool
+) -> Iterator[tuple[PagedQueries, bool]]:
+    """`in_parts`: a request beyond the limit stays whole, and expanded."""
     first, context = 0, 0
     for i, length in enumerate(queries.context_lens):
         if length > limit:
             if first < i:
                 yield _requests(queries, first, i), False
-            for part in _tokens(queries, i, max_absorbed):
-                yield part, True
+            if in_parts:
+                yield _requests(queries, i, i + 1), False
+            else:
+                for part in _tokens(queries, i, max_absorbed):
+                    yield part, True
             first, context = i + 1, 0
         elif context + length > limit:
             yield _requests(queries, first, i), False

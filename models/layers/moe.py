@@ -197,7 +197,7 @@ class MoE:
         if overlap is None or not isinstance(routed, DispatchedExperts):
             return self.forward(x, phase)
         weights, ids = self._choose(x)
-        sent = routed.send(overlap.lane, numbers_of(x), weights, ids, phase)
+        sent = routed.send(overlap.lane, x, weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield
         back = routed.compute(overlap.lane, sent, weights)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import dispatch_shape
 from moe_engine.parallel.collectives import Group, SingleRank
 from moe_engine.parallel.context import ParallelContext, with_dispatcher
 from moe_engine.parallel.dispatch.build import PhasedDispatcher
-from moe_engine.parallel.dispatch.protocol import Dispatcher, Mode, Phase
+from moe_engine.parallel.dispatch.payload import encode
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase
 from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.topology import RankLists, Topology
@@ -92,13 +94,23 @@ class EvenRoutes:
     """A `Dispatcher` in normal mode of ranks that do not exist: how many rows arrive is in no tensor without values, so
     as many do as leave."""
 
-    def __init__(self, num_local: int) -> None:
-        self._num_local = num_local
+    def __init__(self, shape: DispatchShape) -> None:
+        self._shape = shape
+        self.takes_rows = shape.fp8
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, Tensor]:
-        rows = x.new_empty(topk_ids.numel(), x.shape[1])
-        offsets = torch.empty(self._num_local + 1, dtype=torch.int32, device=x.device)
-        return ExpertBatch("grouped", rows, offsets=offsets), x
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, Tensor]:
+        shape, rows = self._shape, topk_ids.numel()
+        sent = encode(x, topk_ids, topk_weights, shape.fp8, reads)
+        data, scales = sent.data.new_empty(rows, shape.hidden), None
+        if sent.scales is not None and reads.rows:
+            scales = sent.scales.new_empty(rows, sent.scales.shape[1])
+        elif sent.scales is not None:
+            data = data.new_empty(data.shape, dtype=shape.dtype)
+        offsets = torch.empty(shape.num_local + 1, dtype=torch.int32, device=data.device)
+        out = data.new_empty(len(x), shape.hidden, dtype=shape.dtype)
+        return ExpertBatch("grouped", data, offsets=offsets, scales=scales, dtype=shape.dtype), out
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: Tensor) -> Tensor:
         return torch.empty_like(handle)
@@ -111,8 +123,14 @@ class _Phase:
     whole: PhasedDispatcher
     phase: Phase
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, Any]:
-        return self.whole.dispatch(x, topk_ids, topk_weights, self.phase)
+    @property
+    def takes_rows(self) -> bool:
+        return self.whole.takes_rows
+
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, Any]:
+        return self.whole.dispatch(x, topk_ids, topk_weights, self.phase, reads)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor:
         return self.whole.combine(rows, topk_weights, handle)
@@ -130,7 +148,7 @@ def with_exchange(
     none of its own. Raises what a library raises that needs its GPU to exist."""
     shape = dispatch_shape(model, parallel, dtype, max_tokens)
     fixed: dict[Phase, Mode] = {phase: mode for phase, mode in choice.modes.items() if mode == "low_latency"}
-    by_phase: dict[Phase, Dispatcher] = {phase: EvenRoutes(shape.num_local) for phase in choice.modes}
+    by_phase: dict[Phase, Dispatcher] = {phase: EvenRoutes(shape) for phase in choice.modes}
     if fixed:
         made = with_dispatcher(parallel, replace(choice, modes=fixed), shape, decode_tokens, AbsentPeerMemory())
         assert made.dispatcher is not None

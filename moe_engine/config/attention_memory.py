@@ -35,6 +35,13 @@ def attention_row(machine: Machine, need: Need, asked: str) -> Row | None:
         raise ConfigError(f"--attention-backend {asked}: {error}") from None
 
 
+def unrecorded(machine: Machine, row: Row | None, need: Need) -> str | None:
+    """Why steps with that row cannot be recorded, or None."""
+    if row is None or row.why_not_recorded is None:
+        return None
+    return row.why_not_recorded(machine.kernel_device, need)
+
+
 def workspace_rows(
     row: Row | None,
     model: ModelConfig,

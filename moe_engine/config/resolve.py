@@ -26,6 +26,7 @@ from moe_engine.config.server import ServerArgs
 from moe_engine.config.sizing import CPU_MAX_RUNNING, GPU_MAX_RUNNING, Sizing, SizingInput, StepShape, size_memory
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
+from moe_engine.kernels.device import Need
 from moe_engine.kernels.registry import Row
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.demo import CHECKPOINT_DIR
@@ -182,11 +183,11 @@ def resolve(
     chunk = _chunk(args, machine, page_size, parallel.topology.attn_dp_size, record)
     speculation = resolve_speculation(args, model, draft, context_len, record)
     _check_shared_drafts(speculation, model, parallel)
-    if speculation is None or speculation.draft_model_path is None:
-        draft = None
+    draft = draft if speculation is not None and speculation.draft_model_path is not None else None
     own_part = _own_part(machine, parallel)
     running = _most_running(args, machine, parallel)
-    graphs = resolve_graphs(args, own_part, parallel, experts, speculation, running, record)
+    need = _need(args, local_heads(model, parallel.topology.attn_tp_size), dtype, kv_dtype, page_size)
+    graphs = resolve_graphs(args, own_part, parallel, experts, speculation, running, need, record)
     compiled = resolve_compile(args, model, parallel, device, speculation, running, record)
     sizing = _size(
         args, model, own_part, dtype, kv_dtype, context_len, page_size, chunk, checkpoint, speculation, draft, parallel,
@@ -397,6 +398,11 @@ def _chunk(args: EngineArgs, machine: Machine, page_size: int, num_groups: int, 
     return record.note("chunked_prefill_size", rounded, reason)
 
 
+def _need(args: EngineArgs, local: ModelConfig, dtype: str, kv_dtype: str, page_size: int) -> Need:
+    """What a model, with the heads of one rank, asks of kernels."""
+    return need_of_model(local, dtype, kv_dtype, page_size, args.backends.enable_deterministic_inference)
+
+
 def _size(
     args: EngineArgs,
     model: ModelConfig,
@@ -417,8 +423,7 @@ def _size(
     memory = args.memory
 
     def attention_of(config: ModelConfig) -> Row | None:
-        deterministic = args.backends.enable_deterministic_inference
-        need = need_of_model(config, dtype, kv_dtype, page_size, deterministic)
+        need = _need(args, config, dtype, kv_dtype, page_size)
         return attention_row(machine, need, args.backends.attention_backend)
 
     shape = StepShape(

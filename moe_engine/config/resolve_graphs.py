@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.attention_memory import attention_row, unrecorded
 from moe_engine.config.decisions import Record
 from moe_engine.config.field import option_of
 from moe_engine.config.ledger import GB, LedgerRow
 from moe_engine.config.machine import Machine
 from moe_engine.config.resolve_parallel import ParallelPlan, dispatch_tokens
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.device import Need
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -32,12 +34,14 @@ def resolve_graphs(
     experts: ExpertSettings,
     speculation: SpeculationConfig | None,
     running: int,
+    need: Need,
     record: Record,
 ) -> GraphSettings:
     """Pure.
 
     Args:
         running: most requests of a decode step.
+        need: what the model asks of its kernels.
 
     Raises:
         ConfigError: flags that contradict each other.
@@ -51,7 +55,7 @@ def resolve_graphs(
                 f"{flags.cuda_graph_max_bs_decode}: drop one"
             )
     asked = flags.disable_cuda_graph or flags.cuda_graph_backend_decode == "disabled"
-    why = "asked for" if asked else _why_not(machine, parallel, experts)
+    why = "asked for" if asked else _why_not(args, machine, parallel, experts, need)
     if why is not None:
         wanted = sorted(args.given & set(vars(flags)))
         if machine.device == "cpu" and wanted:
@@ -71,7 +75,9 @@ def resolve_graphs(
     return GraphSettings(sizes, counts, not flags.disable_cuda_graph_padding)
 
 
-def _why_not(machine: Machine, parallel: ParallelPlan, experts: ExpertSettings) -> str | None:
+def _why_not(
+    args: EngineArgs, machine: Machine, parallel: ParallelPlan, experts: ExpertSettings, need: Need
+) -> str | None:
     if machine.device != "cuda":
         return NO_LAUNCHES
     if parallel.dispatch is not None and parallel.dispatch.modes["decode"] != "low_latency":
@@ -82,7 +88,7 @@ def _why_not(machine: Machine, parallel: ParallelPlan, experts: ExpertSettings) 
         return "--enable-eplb looks at every step and moves experts between them"
     if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
         return "recorded experts of many ranks: all must leave the graphs in the same step"
-    return None
+    return unrecorded(machine, attention_row(machine, need, args.backends.attention_backend), need)
 
 
 def _counts(speculation: SpeculationConfig | None) -> tuple[int, ...]:

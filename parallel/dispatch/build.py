@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
 from moe_engine.kernels.token_rows.choice import token_rows
 from moe_engine.kernels.token_rows.protocol import TokenRows
 from moe_engine.parallel.collectives import Group
@@ -109,12 +110,17 @@ class PhasedDispatcher:
         """All is made anew, for the ranks that the group has left; what was under way is forgotten. Collective."""
         self._by_phase = self._make()
 
+    @property
+    def takes_rows(self) -> bool:
+        """As `Dispatcher.takes_rows`, in every phase: whoever quantises does not know the phase."""
+        return all(dispatcher.takes_rows for dispatcher in self._by_phase.values())
+
     def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, phase: Phase
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase, reads: Reads = NUMBERS
     ) -> tuple[ExpertBatch, tuple[Dispatcher, Any]]:
         """As `Dispatcher.dispatch`, in the mode of the phase."""
         dispatcher = self._by_phase[phase]
-        batch, handle = dispatcher.dispatch(x, topk_ids, topk_weights)
+        batch, handle = dispatcher.dispatch(x, topk_ids, topk_weights, reads)
         return batch, (dispatcher, handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: tuple[Dispatcher, Any]) -> Tensor:

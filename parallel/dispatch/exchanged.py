@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
 from moe_engine.parallel.dispatch.payload import encode
-from moe_engine.parallel.dispatch.protocol import DispatchShape, Exchange, Layout
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Exchange, KeepsRows, Layout
 from moe_engine.parallel.dispatch.workspace import Slots
 
 CheckChoices = Callable[[Tensor, int], None]
@@ -41,15 +42,22 @@ class ExchangedDispatcher:
         self._layout = layout
         self._check = check
         self._slots = Slots()
+        self.takes_rows = shape.fp8
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, ExchangedHandle]:
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, ExchangedHandle]:
         if len(x) > self._shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
         if self._check is not None:
             self._check(topk_ids, self._shape.num_experts)
         slot = self._slots.take()
-        arrived, way = self._exchange.deliver(encode(x, topk_ids, topk_weights, self._shape.fp8), slot)
-        batch, positions = self._layout.expand(arrived, slot)
+        sent = encode(x, topk_ids, topk_weights, self._shape.fp8, reads)
+        arrived, way = self._exchange.deliver(sent, slot)
+        if reads.rows and arrived.scales is not None and isinstance(self._layout, KeepsRows):
+            batch, positions = self._layout.expand_rows(arrived, slot)
+        else:
+            batch, positions = self._layout.expand(arrived, slot)
         return batch, ExchangedHandle(slot, topk_weights, arrived.weights, positions, way)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExchangedHandle) -> Tensor:

@@ -24,17 +24,30 @@ class GroupedLayout:
         self._workspace = Workspace(device)
 
     def expand(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
-        data = decode(tokens, self._dtype)
-        ordered, order = tokens.ids.flatten().sort(stable=True)  # [N * K], -1 first
+        order, offsets, positions = self._sort(tokens.ids)
+        rows = self._gather("rows", decode(tokens, self._dtype), order, slot)
+        return ExpertBatch("grouped", rows, offsets=offsets), positions
+
+    def expand_rows(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
+        assert tokens.scales is not None
+        order, offsets, positions = self._sort(tokens.ids)
+        rows = self._gather("rows", tokens.data.view(torch.uint8), order, slot).view(tokens.data.dtype)
+        scales = self._gather("scales", tokens.scales, order, slot)
+        return ExpertBatch("grouped", rows, offsets=offsets, scales=scales, dtype=self._dtype), positions
+
+    def _gather(self, name: str, values: Tensor, tokens: Tensor, slot: int) -> Tensor:
+        rows = self._workspace.take(name, slot, (len(tokens), values.shape[1]), values.dtype)
+        return torch.index_select(values, 0, tokens, out=rows)
+
+    def _sort(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The token of each row [M], offsets [E + 1], positions [N, K]. Waits for the device."""
+        ordered, order = ids.flatten().sort(stable=True)  # [N * K], -1 first
         starts = torch.searchsorted(ordered, self._experts, out_int32=True)  # [E + 1]
         num_absent = int(starts[0])
         offsets = starts - num_absent
         positions = torch.empty_like(order)
         positions[order] = torch.arange(-num_absent, len(order) - num_absent, device=order.device).clamp_min_(-1)
-        order = order[num_absent:]  # [M]
-        rows = self._workspace.take("rows", slot, (len(order), data.shape[1]), self._dtype)
-        torch.index_select(data, 0, order // tokens.ids.shape[1], out=rows)
-        return ExpertBatch("grouped", rows, offsets=offsets), positions.view(tokens.ids.shape)
+        return order[num_absent:] // ids.shape[1], offsets, positions.view(ids.shape)
 
     def reduce(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         return sum_rows(rows, positions, weights)
@@ -57,17 +70,34 @@ class PaddedLayout:
         self._workspace = Workspace(device)
 
     def expand(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
-        num_experts, capacity = self._num_experts, self._capacity
-        data = decode(tokens, self._dtype)
-        experts = tokens.ids.remainder(num_experts + 1).long()  # [N, K], E where it is not here
+        counts, positions = self._place(tokens.ids)
+        rows = self._spread("rows", decode(tokens, self._dtype), positions, slot)
+        return ExpertBatch("padded", rows, counts=counts), positions
+
+    def expand_rows(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
+        assert tokens.scales is not None
+        counts, positions = self._place(tokens.ids)
+        rows = self._spread("rows", tokens.data.view(torch.uint8), positions, slot).view(tokens.data.dtype)
+        scales = self._spread("scales", tokens.scales, positions, slot)
+        return ExpertBatch("padded", rows, counts=counts, scales=scales, dtype=self._dtype), positions
+
+    def _spread(self, name: str, values: Tensor, positions: Tensor, slot: int) -> Tensor:
+        """[E, capacity, .]"""
+        room = self._num_experts * self._capacity
+        rows = self._workspace.take(name, slot, (room + 1, values.shape[1]), values.dtype)
+        rows[positions] = values.unsqueeze(1)
+        return rows[:-1].view(self._num_experts, self._capacity, -1)
+
+    def _place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """counts [E], positions [N, K]."""
+        num_experts = self._num_experts
+        experts = ids.remainder(num_experts + 1).long()  # [N, K], E where it is not here
         named = torch.zeros(len(experts), num_experts + 1, dtype=torch.int64, device=experts.device)
         so_far = named.scatter_(1, experts, 1).cumsum(0)  # [N, E + 1] of the tokens up to this one
         counts = so_far[-1, :-1].to(torch.int32)
         # -1, as an index, names the last row: one beyond the batch, for whatever is not here
         positions = so_far.add_(self._bases).gather(1, experts).clamp_min_(-1)
-        rows = self._workspace.take("rows", slot, (num_experts * capacity + 1, data.shape[1]), self._dtype)
-        rows[positions] = data.unsqueeze(1)
-        return ExpertBatch("padded", rows[:-1].view(num_experts, capacity, -1), counts=counts), positions
+        return counts, positions
 
     def reduce(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         return sum_rows_static(rows.flatten(0, 1), positions, weights)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, numbers_of
 from moe_engine.parallel.dispatch.protocol import Phase, Tokens
 
 
@@ -28,10 +29,13 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
 
+    takes_rows = False
+
     def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, phase: Phase = "prefill"
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase = "prefill", reads: Reads = NUMBERS
     ) -> tuple[ExpertBatch, LocalHandle]:
         """x [T, D], topk_ids [T, K] -> rows sorted by expert (stable: by token inside an expert). No phase differs."""
+        x = numbers_of(x)
         num_tokens, top_k = topk_ids.shape
         flat = topk_ids.reshape(-1).long()
         order = torch.argsort(flat, stable=True)  # [M]

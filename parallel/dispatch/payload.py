@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, QuantizedActivation, Reads, numbers_of
 from moe_engine.kernels.token_rows.protocol import Part, Records
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.workspace import Workspace
@@ -20,16 +21,26 @@ FP8_MAX = 448.0
 BLOCK = 128  # channels that share a scale
 
 
-def encode(x: Tensor, ids: Tensor, weights: Tensor, fp8: bool) -> Tokens:
-    """x [T, D] with its choices, as it travels."""
-    data, scales = quantize(x) if fp8 else (x, None)
+def encode(x: Activation, ids: Tensor, weights: Tensor, fp8: bool, reads: Reads = NUMBERS) -> Tokens:
+    """x [T, D] with its choices, as it travels; quantised here if need be, as the experts read it."""
+    data: Tensor
+    scales: Tensor | None = None
+    if not fp8:
+        data = numbers_of(x)
+    elif isinstance(x, QuantizedActivation):
+        data, scales = x.rows.data, x.rows.scales.contiguous()
+    else:
+        data, scales = quantize(x, reads.power_of_two)
     return Tokens(data, scales, ids.to(torch.int32), weights.float())
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """x [T, D] -> float8_e4m3fn [T, D] and float32 scales [T, D / 128], with x = data * scale."""
     blocks = x.float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(2).clamp_min_(1e-10) / FP8_MAX
+    if power_of_two:
+        fraction, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())  # the power of two above
     return (blocks / scales.unsqueeze(2)).to(FP8).flatten(1), scales
 
 

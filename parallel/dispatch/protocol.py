@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
 
 Phase = Literal["prefill", "decode"]
 Mode = Literal["normal", "low_latency"]
@@ -102,14 +103,30 @@ class Layout(Protocol):
         """rows as the kernel returns them -> [N, D]: sum_k weights[n, k] * rows[positions[n, k]], 0 without any."""
 
 
+@runtime_checkable
+class KeepsRows(Protocol):
+    """A layout that can leave tokens in FP8."""
+
+    def expand_rows(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
+        """As `Layout.expand`, of tokens with scales: a batch with scales."""
+
+
 class Dispatcher(Protocol):
     """The face towards the routed experts. All ranks of the group call dispatch and combine alike, in one order."""
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, Any]:
+    @property
+    def takes_rows(self) -> bool:
+        """Whether `dispatch` takes tokens that were quantised before, because they travel so."""
+
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, Any]:
         """Sends every token to the experts it chose.
 
         Args:
-            x: [T, D]; T may differ between ranks and be 0.
+            x: [T, D], numbers unless it `takes_rows`; T may differ between ranks and be 0.
+            reads: how the experts read what arrives: tokens that travel in FP8 get such scales, and where it names rows
+                the batch may come in FP8.
             topk_ids: [T, K] physical experts, each at most once a token; -1 is skipped (a dropped choice, a dead rank).
             topk_weights: float32 [T, K]; they travel with the tokens.
 

@@ -165,12 +165,17 @@ def test_the_next_three_things():
 
 def test_tokens_that_differ_are_counted_and_named(monkeypatch):
     answers = {"cpu": [[1, 2, 3]] * 8, "gpu": [[1, 2, 3]] * 7 + [[1, 5, 3]]}
-    monkeypatch.setattr(tokens, "greedy", lambda device, count: {"together": answers[device]})
+    worse = [0.1] * 8
+    monkeypatch.setattr(tokens, "greedy", lambda device, count, dtype: {"together": answers[device]})
+    monkeypatch.setattr(tokens, "regrets", lambda answers: worse)
     setting = Setting.of(True, 9)
     assert tokens.measure(setting)["wrong"] == 0
     monkeypatch.setattr(Setting, "kind", property(lambda self: "gpu"))
     found = tokens.measure(setting)
     assert found["wrong"] == 1 and f"{tokens.PROMPTS[7]!r} only the first 1" in tokens.as_text(found)
+    worse[3] = tokens.MOST_REGRET + 0.25
+    found = tokens.measure(setting)
+    assert found["wrong"] == 2 and "in bfloat16 the worst token is 0.75 nats below" in tokens.as_text(found)
 
 
 def test_sampling_case_draws_with_the_parameters_it_says():

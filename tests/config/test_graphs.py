@@ -10,6 +10,8 @@ from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.resolve import ResolvedConfig, resolve
 from moe_engine.config.resolve_graphs import graph_sizes
 from moe_engine.errors import ConfigError
+from moe_engine.kernels import tables
+from moe_engine.kernels.device import Device, Need
 from moe_engine.models.config_file import load_model_config
 from moe_engine.types import GraphSettings
 from tests.config.conftest import SMALL, machine
@@ -101,6 +103,20 @@ def test_dispatchers_whose_host_waits(on_gpu) -> None:
     assert few.graphs.sizes[-1] == 40  # each rank brings half of a step's tokens
     config = on_gpu(**ranks, deepep_mode="normal")
     assert not config.graphs.sizes and any("the host waits for the sizes" in note for note in config.notes)
+
+
+def test_attention_that_cannot_be_replayed(on_gpu) -> None:
+    """The reason is told, and no memory is set aside."""
+    config = on_gpu(enable_deterministic_inference=True)
+    assert any("no CUDA graphs: --enable-deterministic-inference cuts contexts" in note for note in config.notes)
+    assert config.flat()["cuda_graph_backend_decode"] == "disabled"
+    assert not config.graphs.sizes and all(row.name != "CUDA graphs" for row in config.ledger.rows)
+    rows = {row.name: row.why_not_recorded for row in tables.MLA}
+    hopper, blackwell = (Device("cuda", "a GPU", (major, 0)) for major in (9, 10))
+    fp8, plain = Need("bfloat16", kv_dtype="fp8_e4m3"), Need("bfloat16")
+    flashmla = rows["flashmla"]
+    assert flashmla is not None and "no list lengths on Hopper" in (flashmla(hopper, fp8) or "")
+    assert flashmla(blackwell, fp8) is None and flashmla(hopper, plain) is None
 
 
 def test_size_for() -> None:

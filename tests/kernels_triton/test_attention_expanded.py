@@ -50,8 +50,6 @@ def test_expanded(nope: int, rotary: int, value: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_parts_and_their_log_sum_exps(dtype: torch.dtype) -> None:
     """A context expanded in three parts, one behind all query tokens of some requests, equals the whole."""
-    from moe_engine.kernels.attention.triton_merge import merge_chunk
-
     mla = TritonMLA()
     lens = [(5, 5), (40, 90), (1, 130), (33, 64)]
     queries, _ = paged_queries(lens)
@@ -65,11 +63,11 @@ def test_parts_and_their_log_sum_exps(dtype: torch.dtype) -> None:
         first = [min(begin, c) for c in queries.context_lens]
         count = [min(stop, c) - f for c, f in zip(queries.context_lens, first)]
         rows = torch.cat([torch.arange(s + f, s + f + n) for s, f, n in zip(starts, first, count)])
-        part, part_lse = mla.expanded_part(q, kv[rows], rope[rows], queries, 0.3, first, count)
+        part, part_lse = mla.expanded_part(q, kv[rows], rope[rows], 0.3, mla.plan_part(queries, first, count))
         if out is None or lse is None:
             out, lse = part, part_lse
         else:
-            merge_chunk(out, lse, part, part_lse)
+            mla.merge_parts(out, lse, part, part_lse)
     assert out is not None and lse is not None
     close(out, want(q, kv, rope, queries, 0.3), 3)
     token = 0
@@ -87,7 +85,7 @@ def test_a_part_that_nobody_sees_is_nothing() -> None:
     queries, _ = paged_queries([(3, 9)])
     q = normal(3, 2, 24, dtype=FP32)
     kv, rope = normal(4, 2, 40, dtype=FP32), normal(4, 8, dtype=FP32)
-    out, lse = mla.expanded_part(q, kv, rope, queries, 1.0, [9], [4])
+    out, lse = mla.expanded_part(q, kv, rope, 1.0, mla.plan_part(queries, [9], [4]))
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_engine.kernels.attention.protocol import AttentionBatch
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.layers import mla_pieces
 from moe_engine.models.loader import load_model
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
@@ -53,5 +55,24 @@ def test_tokens_equal_those_of_the_torch_row(kind: str, tmp_path: Path) -> None:
     make = triton_attention.TritonMLA if mla else triton_attention.TritonGQA
     tokens, logits = greedy(path, make(num_programs=5))
     expected_tokens, expected = greedy(path, None)
+    assert tokens == expected_tokens
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_long_context_is_expanded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for 8 tokens at once the prompts stay expanded, four tokens at a time: the same answers."""
+    path = make_checkpoint("deepseek_v3", tmp_path, seed=12)
+    expected_tokens, expected = greedy(path, None)
+    whole, pieces = mla_pieces.cut, []
+
+    def cut(batch: AttentionBatch, backend: object, plan: object, *limits: int) -> list[mla_pieces.Piece]:
+        pieces.extend(found := whole(batch, backend, plan, 8, 4))  # type: ignore[arg-type]
+        return found
+
+    monkeypatch.setattr(mla_pieces, "cut", cut)
+    tokens, logits = greedy(path, triton_attention.TritonMLA(num_programs=5))
+    prefills = [piece for piece in pieces if piece.queries.query_lens[0] > 3]
+    assert prefills and not any(piece.absorbed for piece in prefills)
+    assert max(len(piece.parts) for piece in prefills) == 7  # of 26 tokens
     assert tokens == expected_tokens
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

@@ -25,6 +25,12 @@ from moe_engine.kernels.quantization.triton_rows import quantize_rows
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.linear import Linear
 from moe_engine.models.loader import load_model
+from moe_engine.parallel.dispatch.build import PhasedDispatcher
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
+from moe_engine.parallel.dispatch.local import LocalExchange
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Layout
+from moe_engine.parallel.experts import DispatchedExperts
 from tests.kernels_triton.launches import launches
 from tests.kernels_triton.test_fp8_model import SIZES
 from tests.models.checkpoints import make_checkpoint
@@ -101,3 +107,35 @@ def test_what_serves_several_readers() -> None:
     both = replace(alone, numbers=x)
     plain = Linear(TritonLinear(), torch.randn(8, 128))
     assert plain.reads == NUMBERS and torch.equal(plain(both), plain(x))
+
+
+@pytest.mark.parametrize("layout", ["grouped", "padded"])
+def test_tokens_that_travel_in_fp8_are_quantised_once(layout: str) -> None:
+    """By the norm; as numbers they are quantised on their way out. Experts give what tokens that stay give."""
+    num, top_k, hidden, width, tokens = 4, 2, 256, 128, 9
+    kernel = TritonExperts()
+    weights = kernel.allocate_blocks(num, hidden, width, "cpu")
+    for expert in range(num):
+        shapes = ((width, hidden), (width, hidden), (hidden, width))
+        parts = (reference.quantize_weight(torch.randn(*shape) * shape[1] ** -0.5) for shape in shapes)
+        kernel.load_expert_blocks(weights, expert, *parts)
+    shape = DispatchShape(num, 1, top_k, hidden, tokens, torch.bfloat16, fp8=True)
+    arranged: Layout = GroupedLayout(num, torch.bfloat16, torch.device("cpu"))
+    if layout == "padded":
+        arranged = PaddedLayout(num, tokens, torch.bfloat16, torch.device("cpu"))
+    dispatcher = ExchangedDispatcher(shape, LocalExchange(), arranged, None)
+    experts = DispatchedExperts(PhasedDispatcher(lambda: {"prefill": dispatcher}), kernel, weights)
+    assert experts.reads == Reads.fp8(False)
+
+    ids, topk_weights = torch.rand(tokens, num).argsort(1)[:, :top_k].int(), torch.rand(tokens, top_k)
+    norm = torch.rand(hidden) + 0.5
+    normed = TritonOps().rms_norm_quantized(torch.randn(tokens, hidden).bfloat16(), norm, 1e-6, Reads(True, True))
+    want = kernel.run_routed(normed, topk_weights, ids, weights)
+    with launches() as names:
+        got = experts.run(normed, topk_weights, ids)
+    assert not any("quantize" in name for name in names), names
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-7 * float(want.abs().max()))
+    with launches() as names:
+        again = experts.run(numbers_of(normed), topk_weights, ids)
+    assert not any("quantize" in name for name in names), names  # on the way out, in torch
+    torch.testing.assert_close(again, want, rtol=0, atol=0.05 * float(want.abs().max()))

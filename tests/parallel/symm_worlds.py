@@ -21,7 +21,17 @@ from moe_engine.parallel.dispatch.tables import DispatchChoice
 from tests.parallel.host_peers import HostPeerMemory
 from tests.parallel.nvshmem_emulator import EmulatedShuffles
 from tests.parallel.routings import MAX_TOKENS, Routing
-from tests.parallel.worlds import DTYPES, TIMEOUT_S, Outcome, Setup, row_of, run_experts, shape_of, two_alive
+from tests.parallel.worlds import (
+    DTYPES,
+    TIMEOUT_S,
+    Outcome,
+    Setup,
+    dispatch,
+    row_of,
+    run_experts,
+    shape_of,
+    two_alive,
+)
 
 made: dict[Any, tuple[Any, HostPeerMemory, DistributedGroup]] = {}
 
@@ -59,7 +69,7 @@ def run_routings(rank: int, setup: Setup, routings: list[Routing], phase: Phase 
         dispatcher, memory, group = dispatcher_of(setup, routing)
         spoil(memory, group)
         x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
-        batch, handle = dispatcher.dispatch(x, ids, weights, phase)
+        batch, handle = dispatch(dispatcher, setup, x, ids, weights, phase)
         rows, counts = run_experts(batch, rank * routing.num_experts // dist.get_world_size())
         outcomes.append(Outcome(dispatcher.combine(rows, weights, handle), counts))
     return outcomes

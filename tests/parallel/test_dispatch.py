@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,11 @@ def deepep_setups() -> list[Setup]:
         for mode in MODES
         for fp8 in (False, True)
     ]
+
+
+def read_as_rows(setups: list[Setup]) -> list[Setup]:
+    """Those in which tokens travel in FP8, for experts that read them so."""
+    return [replace(setup, rows=True, as_device=True) for setup in setups if setup.fp8]
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -108,8 +114,8 @@ def test_any_routing_as_on_devices_and_beyond_rooms(world: World) -> None:
     @settings(EXAMPLES, max_examples=8 if world.n < 8 else 3)
     @given(routing=routings(world.n, LOCAL_AND_TOP_K))
     def run(routing: Routing) -> None:
-        others = setups_of(("all_to_all", "allgather"), as_device=True)
-        check_all(world, [*others, *small_rooms(), *uncompiled()], routing)
+        setups = setups_of(("all_to_all", "allgather"), as_device=True)
+        check_all(world, [*setups, *read_as_rows(setups[:8]), *small_rooms(), *uncompiled()], routing)
 
     run()
 
@@ -124,7 +130,7 @@ def test_any_routing_through_nodes(four: World, routing: Routing) -> None:
 @EXAMPLES
 @given(routing=routings(2, LOCAL_AND_TOP_K))
 def test_any_routing_through_deepep(two: World, routing: Routing) -> None:
-    check_all(two, deepep_setups(), routing)
+    check_all(two, deepep_setups() + read_as_rows(deepep_setups()), routing)
 
 
 @EXAMPLES

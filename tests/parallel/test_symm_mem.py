@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_engine.kernels.peer_memory.regions import ALIGNMENT, Regions
@@ -37,6 +37,7 @@ SETUPS = (
     replace(PLAIN, dtype="bfloat16"),
     replace(PLAIN, dtype="bfloat16", fp8=True, hidden=1152),
     replace(PLAIN, dtype="float32", fp8=True, hidden=128),
+    replace(PLAIN, dtype="bfloat16", fp8=True, hidden=1152, rows=True),
 )
 
 
@@ -63,8 +64,15 @@ def check_all(setup: Setup, routings: list[Routing], of_ranks: list[list[Outcome
         check(setup, routing, [outcomes[number] for outcomes in of_ranks])
 
 
+def drawn(seed: int, kind: str = "uniform", sizes: tuple[int, ...] = (3, 2)) -> Routing:
+    generator = np.random.default_rng(seed)
+    ids = tuple(draw_ids(kind, size, 4, 2, len(sizes), generator) for size in sizes)
+    return Routing(seed, 4, 2, ids)
+
+
 @settings(EXAMPLES, max_examples=7)
 @given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SETUPS))
+@example(drawn(5), SETUPS[-1])
 def test_any_routing_on_two_ranks(two: Ranks, routing: Routing, setup: Setup) -> None:
     check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
 
@@ -86,19 +94,15 @@ SHUFFLED = (
     replace(PLAIN, backend="nvshmem", hidden=128),
     replace(PLAIN, backend="nvshmem", hidden=128, dtype="bfloat16"),
     replace(PLAIN, backend="nvshmem", hidden=256, dtype="bfloat16", fp8=True),
+    replace(PLAIN, backend="nvshmem", hidden=256, dtype="bfloat16", fp8=True, rows=True),
 )
 
 
 @settings(EXAMPLES, max_examples=6)
 @given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SHUFFLED))
+@example(drawn(6), SHUFFLED[-1])
 def test_any_routing_through_nvshmem(two: Ranks, routing: Routing, setup: Setup) -> None:
     check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
-
-
-def drawn(seed: int, kind: str = "uniform", sizes: tuple[int, ...] = (3, 2)) -> Routing:
-    generator = np.random.default_rng(seed)
-    ids = tuple(draw_ids(kind, size, 4, 2, len(sizes), generator) for size in sizes)
-    return Routing(seed, 4, 2, ids)
 
 
 @pytest.mark.parametrize("setup", [SETUPS[1], SHUFFLED[2]], ids=lambda setup: setup.backend)

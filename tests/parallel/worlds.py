@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.protocol import Activation, QuantizedActivation, Reads
 from moe_engine.kernels.token_rows.choice import token_rows
 from moe_engine.kernels.token_rows.reference import TorchTokenRows
 from moe_engine.parallel.collectives import DistributedGroup, Group, PeerLost
@@ -38,7 +40,8 @@ TIMEOUT_S = 20.0
 class Setup:
     """One way to dispatch. `library` names the emulated DeepEP generation; `num_nodes` splits the ranks; `as_device`
     takes the forms of ranks on devices; `room_tokens` makes the rooms of all_to_all on the host so small;
-    `compiled` False: its rows are arranged as where no compiler is."""
+    `compiled` False: its rows are arranged as where no compiler is. `rows`: the experts read FP8, and tokens come
+    quantised where the dispatcher takes them so."""
 
     backend: str
     mode: Mode
@@ -50,6 +53,7 @@ class Setup:
     as_device: bool = False
     room_tokens: int | None = None
     compiled: bool = True
+    rows: bool = False
 
 
 @dataclass
@@ -114,6 +118,9 @@ def dispatcher_of(setup: Setup, num_experts: int, top_k: int) -> Any:
 
 def run_experts(batch: ExpertBatch, first: int) -> tuple[Tensor, list[int]]:
     """Toy experts on the rows that count; every other row, in and out, becomes NaN."""
+    if batch.scales is not None:
+        blocks = batch.x.float().unflatten(-1, (-1, 128)) * batch.scales.unsqueeze(-1)
+        batch = replace(batch, x=blocks.flatten(-2).to(batch.dtype), scales=None)
     out = torch.full_like(batch.x, float("nan"))
     if batch.layout == "grouped":
         assert batch.offsets is not None and batch.offsets.dtype == torch.int32
@@ -138,10 +145,25 @@ def run_routing(rank: int, setups: list[Setup], routing: Routing) -> list[Outcom
     for setup in setups:
         dispatcher = dispatcher_of(setup, routing.num_experts, routing.top_k)
         x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
-        batch, handle = dispatcher.dispatch(x, ids, weights, "decode")
+        batch, handle = dispatch(dispatcher, setup, x, ids, weights)
         rows, counts = run_experts(batch, rank * routing.num_experts // dist.get_world_size())
         outcomes.append(Outcome(dispatcher.combine(rows, weights, handle), counts))
     return outcomes
+
+
+def dispatch(
+    dispatcher: PhasedDispatcher, setup: Setup, x: Tensor, ids: Tensor, weights: Tensor, phase: Phase = "decode"
+) -> tuple[ExpertBatch, Any]:
+    """As the setup wants tokens read."""
+    if not setup.rows:
+        return dispatcher.dispatch(x, ids, weights, phase)
+    sent: Activation = x
+    if dispatcher.takes_rows:
+        sent = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
+    batch, handle = dispatcher.dispatch(sent, ids, weights, phase, Reads.fp8(False))
+    assert batch.scales is not None and batch.x.dtype == torch.float8_e4m3fn and batch.result_dtype == x.dtype
+    assert batch.scales.shape == (*batch.x.shape[:-1], setup.hidden // 128)
+    return batch, handle
 
 
 def run_phases(rank: int, setup: Setup, routing: Routing) -> list[Outcome]:

@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
-from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertBatch, ExpertWeights, MovableExperts
+from moe_engine.kernels.experts.protocol import (
+    BlockScaledExperts,
+    ExpertBatch,
+    ExpertWeights,
+    FusedExperts,
+    MovableExperts,
+    ReadsRows,
+)
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP
 from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.quantization.protocol import NUMBERS, BlockWeight, QuantizedActivation, Reads
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm
 from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp, row_counts
+from moe_engine.parallel.experts import make_routed_experts
 from tests.kernels_cpu.formulas import NAN, close, gated, normal, rms_norm, silu
 from tests.vendors.contract import ContractBroken
 from tests.vendors.deep_gemm_emulator import ALIGNMENT, DeepGemmEmulator
@@ -222,6 +230,93 @@ def test_bf16_experts(takes_ends):
     for expert, count in enumerate(counts):
         if count:
             close(got[expert, :count], reference(x[expert, :count], expert), scale=3)
+
+
+def choose(tokens: int, top_k: int, num_experts: int) -> Tensor:
+    """Distinct experts, some of which are others' (beyond these, or nobody's)."""
+    ids = torch.rand(tokens, num_experts + 2).argsort(1)[:, :top_k]
+    return torch.where(ids == num_experts + 1, -1, ids).int()
+
+
+def routed(x: Tensor, weights: Tensor, ids: Tensor, mlp: Callable[[Tensor, int], Tensor], num: int) -> Tensor:
+    """sum_k w_k mlp(x, id_k) in float64."""
+    out = torch.zeros(*x.shape, dtype=torch.float64)
+    for token, choices in enumerate(ids.tolist()):
+        for k, expert in enumerate(choices):
+            if 0 <= expert < num:
+                out[token] += weights[token, k].double() * mlp(x[token : token + 1], expert)[0].double()
+    return out
+
+
+@pytest.mark.parametrize("arch,takes_ends", BUILDS)
+@pytest.mark.parametrize("tokens", [1, 21, 150])
+def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
+    """As numbers, and quantised before by the norm: the same bits."""
+    emulator, gemm = library(arch, takes_ends)
+    kernel, num = DeepGemmExperts(gemm), 5
+    assert isinstance(kernel, FusedExperts) and isinstance(kernel, ReadsRows)
+    weights, parts = fp8_experts(kernel, num, 256, 128)
+    x, ids, add = normal(tokens, 256, dtype=BF16), choose(tokens, 3, num), normal(tokens, 256, dtype=BF16)
+    topk_weights = torch.rand(tokens, 3)
+    got = kernel.run_routed(x, topk_weights, ids, weights, add)
+    assert got.shape == x.shape and got.dtype == BF16
+    fp8_close(got, routed(x, topk_weights, ids, quantised_mlp(arch, parts), num) + add.double())
+    assert kernel.reads(weights) == gemm.reads(False) == Reads.fp8(arch == 10)
+    before = QuantizedActivation(fp8.quantize_rows(x, arch == 10), None, BF16)
+    assert torch.equal(kernel.run_routed(before, topk_weights, ids, weights, add), got)
+    assert emulator.transposed == 0
+
+
+def test_bf16_experts_of_tokens_that_stay():
+    kernel, num = DeepGemmExperts(library()[1]), 4
+    weights = kernel.allocate(num, 64, 48, BF16, "cpu")
+    parts = [[normal(*shape, dtype=BF16) for shape in ((48, 64), (48, 64), (64, 48))] for _ in range(num)]
+    for expert, part in enumerate(parts):
+        kernel.load_expert(weights, expert, *part)
+    assert kernel.reads(weights) == NUMBERS
+    for tokens in (0, 1, 300):  # mostly gaps, and mostly rows
+        x, ids, topk_weights = normal(tokens, 64, dtype=BF16), choose(tokens, 2, num), torch.rand(tokens, 2)
+        got = kernel.run_routed(x, topk_weights, ids, weights)
+        close(got, routed(x, topk_weights, ids, lambda row, expert: gated(row, *parts[expert]), num), scale=3)
+
+
+@pytest.mark.parametrize("takes_ends", [True, False])
+def test_nothing_of_a_step_depends_on_what_the_device_holds(takes_ends):
+    """On a device without values whatever waits for one raises; so would a graph that is being captured."""
+    emulator = DeepGemmEmulator(9, takes_ends)
+    silent = (lambda a, b, d, layout, use_psum_layout: None) if takes_ends else (lambda a, b, d, layout: None)
+    emulator.module.m_grouped_fp8_gemm_nt_contiguous = silent
+    kernel = DeepGemmExperts(DeepGemm(emulator.module, (9, 0), fp8))
+    weights = kernel.allocate_blocks(6, 256, 128, "meta")
+    routed_here = make_routed_experts(kernel, weights)
+    x, ids = torch.empty(5, 256, dtype=BF16, device="meta"), torch.empty(5, 2, dtype=torch.int32, device="meta")
+    assert routed_here.reads.rows and routed_here.run(x, torch.empty(5, 2, device="meta"), ids).shape == (5, 256)
+
+
+@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("layout", ["grouped", "padded"])
+def test_rows_that_travelled_in_fp8_are_not_quantised_again(arch, layout, monkeypatch):
+    """Their scales may lie in any strides; the results are those of the numbers."""
+    _, gemm = library(arch)
+    kernel, counts, capacity = DeepGemmExperts(gemm), [3, 0, 8, 1], 9
+    weights, _ = fp8_experts(kernel, len(counts), 256, 128)
+    shape = (sum(counts), 256) if layout == "grouped" else (len(counts), capacity, 256)
+    x = normal(*shape, dtype=BF16)
+    sizes = {"offsets": torch.tensor([0, *counts]).cumsum(0).int(), "counts": torch.tensor(counts).int()}
+    sizes = {name: sizes[name] for name in (["offsets"] if layout == "grouped" else ["counts"])}
+    rows = fp8.quantize_rows(x.flatten(0, -2), arch == 10)
+    want = kernel.run(ExpertBatch(layout, x, **sizes), weights)
+    passes = []
+    monkeypatch.setattr(gemm, "quantized", lambda *args: passes.append(args))
+    for scales in (rows.scales.contiguous(), rows.scales):
+        batch = ExpertBatch(layout, rows.data.view(shape), **sizes, scales=scales.unflatten(0, shape[:-1]), dtype=BF16)
+        got = kernel.run(batch, weights)
+        assert got.dtype == BF16
+        for expert, count in enumerate(counts):
+            start = sum(counts[:expert])
+            own = (expert, slice(count)) if layout == "padded" else slice(start, start + count)
+            assert torch.equal(got[own], want[own])
+    assert not passes
 
 
 def test_experts_of_sizes_the_library_does_not_serve_are_kept_in_bf16():

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
 from moe_engine.parallel.dispatch.payload import decode, encode
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.rows import check_choices
@@ -62,6 +63,7 @@ class ExpandedDispatcher:
         self._wait = not low_latency
         self._ids_dtype = deep_ep.topk_idx_t
         self._slots = Slots()
+        self.takes_rows = shape.fp8
 
     @classmethod
     def make_buffer(cls, deep_ep: ModuleType, process_group: Any, shape: DispatchShape) -> Any:
@@ -81,11 +83,13 @@ class ExpandedDispatcher:
             use_fp8_dispatch=shape.fp8,
         )
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, ExpandedHandle]:
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, ExpandedHandle]:
         if self._wait:
             check_choices(topk_ids, self._shape.num_experts)
         slot = self._slots.take()
-        sent = encode(x, topk_ids, topk_weights, self._shape.fp8)
+        sent = encode(x, topk_ids, topk_weights, self._shape.fp8, reads)
         received, _, row_weights, theirs, _ = self._buffer.dispatch(
             sent.data if sent.scales is None else (sent.data, sent.scales),
             topk_idx=sent.ids.to(self._ids_dtype, copy=True),  # the handle refers to it: it must not change
@@ -98,9 +102,12 @@ class ExpandedDispatcher:
             **self.dispatch_options,
         )
         data, scales = received if isinstance(received, tuple) else (received, None)
-        rows = decode(Tokens(data, scales, sent.ids, sent.weights), self._shape.dtype)
+        dtype = self._shape.dtype
+        if not reads.rows:
+            data, scales = decode(Tokens(data, scales, sent.ids, sent.weights), dtype), None
         offsets = F.pad(theirs.psum_num_recv_tokens_per_expert, (1, 0))  # alignment 1: groups without gaps
-        return ExpertBatch("grouped", rows, offsets=offsets), ExpandedHandle(slot, topk_weights, row_weights, theirs)
+        batch = ExpertBatch("grouped", data, offsets=offsets, scales=scales, dtype=dtype)
+        return batch, ExpandedHandle(slot, topk_weights, row_weights, theirs)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExpandedHandle) -> Tensor:
         if topk_weights is not handle.topk_weights:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, numbers_of
 from moe_engine.parallel.dispatch.payload import decode
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.workspace import Slots
@@ -134,14 +135,23 @@ class LegacyLowLatency:
         self._ids_dtype = deep_ep.topk_idx_t
         self._slots = Slots()
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, LowLatencyHandle]:
-        slot = self._slots.take()
+    takes_rows = False  # the library quantises itself, and refuses what is
+
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, LowLatencyHandle]:
+        shape, slot = self._shape, self._slots.take()
         ids = topk_ids.to(self._ids_dtype)
         received, counts, theirs, _, _ = self._buffer.low_latency_dispatch(
-            x, ids, self._shape.max_tokens, self._shape.num_experts, use_fp8=self._shape.fp8
-        )
-        rows = self._in_activation_dtype(*received) if self._shape.fp8 else received
-        return ExpertBatch("padded", rows, counts=counts), LowLatencyHandle(slot, ids, topk_weights, theirs)
+            numbers_of(x), ids, shape.max_tokens, shape.num_experts, use_fp8=shape.fp8,
+            round_scale=shape.fp8 and reads.power_of_two,
+        )  # fmt: skip
+        handle = LowLatencyHandle(slot, ids, topk_weights, theirs)
+        if shape.fp8 and reads.rows:  # scales lie as the grouped product wants them
+            data, scales = received
+            return ExpertBatch("padded", data, counts=counts, scales=scales, dtype=shape.dtype), handle
+        rows = self._in_activation_dtype(*received) if shape.fp8 else received
+        return ExpertBatch("padded", rows, counts=counts), handle
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: LowLatencyHandle) -> Tensor:
         self._slots.give_back(handle.slot)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.peer_memory.triton_copy import copy_rows
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
@@ -121,6 +122,7 @@ class NvshmemDispatcher:
         if reason:
             raise ValueError(f"nvshmem cannot serve this model: {reason}")
         self._shape = shape
+        self.takes_rows = shape.fp8
         self._shuffles = shuffles
         self._format = replace(RecordFormat.of(shape), top_k=0)  # choices stay here: results are weighed here
         self._experts = torch.arange(shape.num_experts + 1, dtype=torch.int32, device=group.device)
@@ -148,13 +150,15 @@ class NvshmemDispatcher:
             returned_splits=longs(2, shape.num_experts),
         )
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, NvshmemHandle]:
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, NvshmemHandle]:
         shape = self._shape
         if len(x) > shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {shape.max_tokens}")
         slot = self._slots.take()
         buffers = self._buffers[slot]
-        tokens = encode(x, topk_ids, topk_weights, shape.fp8)
+        tokens = encode(x, topk_ids, topk_weights, shape.fp8, reads)
         positions = self._sort(tokens, buffers)
         self._shuffles.all_to_all_vdev_2d(buffers.sent, buffers.arrived, buffers.splits, buffers.arrived_splits)
 
@@ -162,8 +166,13 @@ class NvshmemDispatcher:
         counts = splits.sum(1)
         ends = starts[-1:, 0] + counts[-1:].clamp_min(1)
         offsets = torch.cat((starts[:, 0], ends)).to(torch.int32)
-        rows = decode(self._format.view(buffers.arrived), shape.dtype)
-        batch = ExpertBatch("grouped", rows, offsets=offsets, counts=counts.to(torch.int32))
+        arrived = self._format.view(buffers.arrived)
+        rows, scales = arrived.data, arrived.scales
+        if not reads.rows:
+            rows, scales = decode(arrived, shape.dtype), None
+        batch = ExpertBatch(
+            "grouped", rows, offsets=offsets, counts=counts.to(torch.int32), scales=scales, dtype=shape.dtype
+        )
         return batch, NvshmemHandle(slot, positions, offsets[-1:])
 
     def _sort(self, tokens: Tokens, buffers: SlotBuffers) -> Tensor:

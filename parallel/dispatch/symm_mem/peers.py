@@ -1,8 +1,9 @@
 """`symm_mem`, low latency: each row is written once, where its expert takes it, by our kernels over plain pointers.
 
-The rows are the batch: what arrives is not copied, except FP8 rows, which are widened. The host neither waits nor
-learns a size, so a captured graph may hold it: epochs and counts live on the device. Peers that do not come end a
-kernel's wait after the group's timeout; the host finds their ranks in memory that both see, at its next call.
+The rows are the batch: what arrives is not copied, except FP8 rows, which are widened for experts that read numbers.
+The host neither waits nor learns a size, so a captured graph may hold it: epochs and counts live on the device. Peers
+that do not come end a kernel's wait after the group's timeout; the host finds their ranks in memory that both see, at
+its next call.
 Legend: T tokens, K experts per token, M most tokens of a rank, R ranks, El experts of a rank, D hidden.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.peer_memory.exchange import PeerExchange
 from moe_engine.kernels.peer_memory.regions import Regions
+from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
 from moe_engine.parallel.collectives import Group, PeerLost
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape
 from moe_engine.parallel.dispatch.symm_mem.memory import PeerMemory
@@ -59,6 +61,7 @@ class PeerDispatcher:
             raise ValueError(f"symm_mem cannot serve this model: {reason}")
         self._group = group
         self._shape = shape
+        self.takes_rows = shape.fp8
         self._slots = Slots()
         regions = Regions(
             num_ranks=shape.num_ranks,
@@ -75,13 +78,19 @@ class PeerDispatcher:
             regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype
         )
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[ExpertBatch, PeerHandle]:
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+    ) -> tuple[ExpertBatch, PeerHandle]:
         if len(x) > self._shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
         slot = self._slots.take()
-        arrival = self._exchange.dispatch(x, topk_ids.to(torch.int32), slot)
+        arrival = self._exchange.dispatch(x, topk_ids.to(torch.int32), slot, reads)
         self.check_peers()
-        return ExpertBatch("padded", arrival.rows, counts=arrival.counts), PeerHandle(slot, len(x))
+        rows, scales = arrival.rows, None
+        if arrival.sent is not None and reads.rows:
+            rows, scales = arrival.sent
+        batch = ExpertBatch("padded", rows, counts=arrival.counts, scales=scales, dtype=self._shape.dtype)
+        return batch, PeerHandle(slot, len(x))
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: PeerHandle) -> Tensor:
         if len(topk_weights) != handle.num_tokens:
