@@ -78,7 +78,9 @@ class ChatApi:
             text_field="messages",
             add_special_tokens=False,
             keep_special=parsers.keep_special,
-            sampling_params=parse_openai_sampling(req, self._state.settings.sampling_defaults, max_tokens, length_field),
+            sampling_params=parse_openai_sampling(
+                req, self._state.settings.sampling_defaults, max_tokens, length_field
+            ),
             sampling_field="",
             max_tokens_field=length_field,
             rid=req.rid,

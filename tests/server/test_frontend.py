@@ -253,7 +253,9 @@ def test_a_default_length_is_cut_where_an_asked_one_is_refused():
         generate(client, settings, input_ids=[5] * 40, sampling_params={"max_new_tokens": 30})
 
 
-@pytest.mark.parametrize("fields", [{"sampling_params": {"stop": "\ud83d"}}, {"extra_key": "a\ud83d"}, {"text": "\udc00"}])
+@pytest.mark.parametrize(
+    "fields", [{"sampling_params": {"stop": "\ud83d"}}, {"extra_key": "a\ud83d"}, {"text": "\udc00"}]
+)
 def test_half_surrogates_are_refused_without_http_too(fields):
     with pytest.raises(InputError, match="is half of a surrogate pair"):
         generate(FakeClient(), **{"text": "a", **fields})
