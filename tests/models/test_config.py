@@ -242,6 +242,8 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="no such file; --model-path must be a Hugging Face checkpoint directory"):
+        load_model_config(tmp_path / "config.json")
     with pytest.raises(ConfigError, match="JSON"):
         load_model_config(tmp_path)
 
