@@ -242,8 +242,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    (tmp_path / "weights").write_text("a file, not a directory")
     with pytest.raises(ConfigError, match="no such file; --model-path must be a Hugging Face checkpoint directory"):
-        load_model_config(tmp_path / "config.json")
+        load_model_config(tmp_path / "weights")
     with pytest.raises(ConfigError, match="JSON"):
         load_model_config(tmp_path)
 
