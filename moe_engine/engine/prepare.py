@@ -22,6 +22,8 @@ from moe_engine.tokenizer.tokenizer import Tokenizer
 
 THREAD_CHARS = 4096
 """Longer texts are tokenized beside the event loop, so that they do not hold up other requests."""
+BURST = 64
+"""Sequences of one request handled at a stretch: then health probes and other requests have their turn."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,14 @@ class Preparer:
         await self._tokenize(inp, prompts)
         for i, prompt in enumerate(prompts):
             self._check(inp, prompt, live, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+            if i % BURST == BURST - 1:
+                await asyncio.sleep(0)
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(prompts):
             for copy in range(prompt.sampling.n):
                 generations.append(self._generation(inp, prompt, prompt_index, copy, len(generations)))
+                if len(generations) % BURST == 0:
+                    await asyncio.sleep(0)
         is_list = is_batch or len(generations) > 1
         return Job(generations, is_list, inp.stream)
 

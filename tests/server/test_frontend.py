@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 
 from moe_engine.engine.frontend import Frontend, FrontendSettings
 from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.engine.prepare import BURST
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import TEXT
@@ -259,3 +261,27 @@ def test_a_default_length_is_cut_where_an_asked_one_is_refused():
 def test_half_surrogates_are_refused_without_http_too(fields):
     with pytest.raises(InputError, match="is half of a surrogate pair"):
         generate(FakeClient(), **{"text": "a", **fields})
+
+
+def test_a_large_batch_leaves_the_event_loop_to_others():
+    """What else waits has a turn after every BURST sequences, while they are checked and while they begin."""
+    client, count, turns, begun = FakeClient(), 10 * BURST, 0, [0]
+
+    async def others():
+        nonlocal turns
+        while len(client.requests) < count:
+            turns += 1
+            begun.append(len(client.requests))
+            await asyncio.sleep(0)
+
+    async def main():
+        probe = asyncio.create_task(others())
+        frontend = Frontend(client, client.tokenizer)
+        job = await frontend.prepare(GenerateInput(input_ids=[[5]] * count))
+        before = turns
+        await frontend.collect(job)
+        await probe
+        return before
+
+    assert asyncio.run(main()) >= 20
+    assert max(late - early for early, late in itertools.pairwise(begun)) <= BURST
