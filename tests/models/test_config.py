@@ -215,6 +215,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (V3 | {"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling.rope_type", "longrope", "yarn"]),
     (V3 | {"rope_scaling": [1]}, ["rope_scaling", "object"]),
     (V3 | {"rope_theta": 0}, ["rope_theta", "more than 0"]),
+    (V3 | {"rms_norm_eps": -1e-6}, ["rms_norm_eps", "more than 0"]),
     (V3 | {"rope_scaling": {"type": "yarn", "factor": -4}}, ["rope_scaling.factor", "more than 0"]),
     (V3 | {"hidden_size": float("inf")}, ["hidden_size", "inf"]),
     (
