@@ -11,6 +11,7 @@ import pytest
 
 from moe_engine.engine.client_api import Health
 from moe_engine.errors import ConfigError
+from moe_engine.server import native_api
 from moe_engine.server.settings import load_sampling_defaults
 from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
@@ -240,6 +241,23 @@ def test_flush_and_abort():
     assert post(client, "/abort_request", {"abort_all": True}).status_code == 200
     assert client.aborts == [("abc", False), ("", True)]
     assert post(client, "/abort_request", {}).status_code == 400
+
+
+def test_flush_waits_as_long_as_it_is_told(monkeypatch):
+    monkeypatch.setattr(native_api, "FLUSH_POLL_SECONDS", 0.0)
+    client, idle = FakeClient(), iter([False, False, False, True])
+
+    async def call(method, **args):
+        return [next(idle)]
+
+    client.call = call
+    assert post(client, "/flush_cache?timeout=0", b"").status_code == 400
+    assert post(client, "/flush_cache?timeout=600", b"").status_code == 200
+    assert next(idle, None) is None
+    for wrong in ("-1", "nan", "soon", "1e9"):
+        answer = post(client, f"/flush_cache?timeout={wrong}", b"")
+        assert answer.status_code == 400
+        assert "timeout: expected seconds from 0 to 3600" in answer.json()["error"]["message"]
 
 
 def test_what_is_not_there():
