@@ -6,6 +6,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do if command -v $$p >
 BIN := $(VENV)/bin
 STAMP_SERVE := $(VENV)/.installed-serve
 STAMP_TEST := $(VENV)/.installed-test
+TRITON := triton==3.9.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .PHONY: serve test lint types unit bench clean help
@@ -17,7 +18,8 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "moe-engine needs Python 3.11 or 3.12 on PATH (or make PYTHON=/path/to/python)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and pinned: a machine without a GPU wants the one build the constraints name.
+# torch first and pinned: a machine without a GPU wants the one build the constraints name. Torch from PyPI brings the
+# Triton it was built with; TRITON is for builds that bring none (CPU only).
 $(STAMP_SERVE): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing moe-engine into $(VENV) ..."
 	$(PIP) install -c constraints.txt torch
@@ -27,7 +29,7 @@ $(STAMP_SERVE): pyproject.toml constraints.txt | $(BIN)/python
 
 $(STAMP_TEST): $(STAMP_SERVE)
 	@echo "installing the test tools into $(VENV) ..."
-	$(PIP) install -c constraints.txt -e '.[test]'
+	$(PIP) install -c constraints.txt -e '.[test]' $$($(BIN)/python -c 'import triton' 2>/dev/null || echo $(TRITON))
 	@touch $@
 
 serve: $(STAMP_SERVE) ## start the server with the embedded model (PORT=30000)

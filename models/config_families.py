@@ -176,7 +176,7 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
         hidden_size=fields.integer("hidden_size"),
         num_layers=fields.integer("num_hidden_layers"),
         intermediate_size=fields.integer("intermediate_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         eos_token_ids=parse_eos(fields, generation),

@@ -18,7 +18,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError when absent, unreadable or not an object."""
     try:
         value = json.loads(file.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_engine.errors import InputError
 from moe_engine.types import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from moe_engine.unicode_checks import check_unicode
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 4096
@@ -120,6 +121,7 @@ def _stop(value: Any, where: str) -> tuple[str, ...]:
     for s in stops:
         if not s:
             raise InputError(f"{where}: a stop string must not be empty", field=where)
+        check_unicode(s, where)
         if len(s) > MAX_STOP_LENGTH:
             raise InputError(
                 f"{where}: a stop string may have {MAX_STOP_LENGTH} characters at most, got {len(s)}", field=where

@@ -21,12 +21,13 @@ LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
-BASE = {"errors", "types", "sampling_checks"}
+BASE = {"errors", "types", "sampling_checks", "unicode_checks"}
 # package -> what it may import of this project, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
-    "sampling_checks": {"errors", "types"},
+    "sampling_checks": {"errors", "types", "unicode_checks"},
+    "unicode_checks": {"errors"},
     "logs": set(),
     "kernels": {"errors"},
     "parallel": {"errors", "kernels"},
@@ -48,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"engine", "models"},
 }
 
-NO_TORCH_FILES = ("types", "sampling_checks", "errors", "logs", "cli", "launch_server", "__init__")
+NO_TORCH_FILES = ("types", "sampling_checks", "unicode_checks", "errors", "logs", "cli", "launch_server", "__init__")
 NO_TORCH = ("scheduler", "tokenizer", "server", "cluster_check", *NO_TORCH_FILES)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "engine", "experts_report")
 VENDORS = {"triton", "flashinfer", "flash_mla", "flash_attn", "deep_ep", "deep_gemm", "nvshmem", "sgl_kernel"}

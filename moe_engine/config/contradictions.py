@@ -122,6 +122,8 @@ def _memory(args: EngineArgs) -> Iterator[str]:
     ):
         if tokens is not None and tokens < page:
             yield f"{option} {tokens} is smaller than --page-size {page}"
+    if memory.max_total_tokens == 1:
+        yield "--max-total-tokens 1: no request fits, its prompt and its first answer take 2; use at least 2"
     running, total = memory.max_running_requests, memory.max_total_tokens
     if running is not None and total is not None and running * page > total:
         yield (

@@ -25,6 +25,7 @@ from moe_engine.engine.frontend import Frontend
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.errors import EngineDeadError
+from moe_engine.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Output = dict[str, Any]
@@ -63,18 +64,19 @@ class Engine:
         self._closed = False
         self._pid = os.getpid()
         try:
+            tokenizer = open_tokenizer(self.config)  # while the core loads: a broken one is told of at once
             self.info: EngineInfo = wait_ready(self._cores)
-            self._frontend: Frontend = self._run(self._open())
+            self._frontend: Frontend = self._run(self._open(tokenizer))
         except BaseException:
             self._closed = True
             stop_cores(self._cores)
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(_wind_up, self._loop)
             raise
         self._end = weakref.finalize(self, _end, self._cores, self._loop, self._pid)
 
-    async def _open(self) -> Frontend:
+    async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
         client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method)
-        return Frontend(client, open_tokenizer(self.config), frontend_settings(self.config))
+        return Frontend(client, tokenizer, frontend_settings(self.config))
 
     # -- generation
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation, Piece
-from moe_engine.engine.prepare import FrontendSettings, Job, Preparer, duplicate_rid
+from moe_engine.engine.prepare import BURST, FrontendSettings, Job, Preparer, duplicate_rid
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
@@ -117,9 +117,13 @@ class Frontend:
                     yield piece
             return
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(g, gates[g.prompt_index], queue)) for g in job.generations]
-        remaining = len(tasks)
+        tasks: list[asyncio.Task[None]] = []
+        remaining = len(job.generations)
         try:
+            for g in job.generations:
+                tasks.append(asyncio.create_task(self._pump(g, gates[g.prompt_index], queue)))
+                if len(tasks) % BURST == 0:
+                    await asyncio.sleep(0)
             while remaining:
                 item = await queue.get()
                 if isinstance(item, BaseException):

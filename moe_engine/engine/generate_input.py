@@ -10,6 +10,7 @@ from typing import Any
 from moe_engine.errors import InputError
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.types import SamplingParams
+from moe_engine.unicode_checks import check_unicode
 
 MAX_RID_LENGTH = 256
 MAX_TOP_LOGPROBS = 1024
@@ -107,6 +108,7 @@ def split_prompts(inp: GenerateInput, preferred: Mapping[str, Any] | None = None
         extra_key = _pick(inp.extra_key, i, count, is_batch, "extra_key")
         if extra_key is not None and not isinstance(extra_key, str):
             raise InputError(f"extra_key: expected a string, got {extra_key!r:.80}", field="extra_key")
+        check_unicode(extra_key or "", "extra_key")
         prompts.append(
             Prompt(
                 text=texts[i] if texts is not None else None,
@@ -167,12 +169,7 @@ def _checked_text(text: Any, where: str) -> str:
     if not isinstance(text, str):
         raise InputError(f"{where}: expected a string, got {text!r:.80}", field=where)
     _not_empty(text, where)
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise InputError(
-            f"{where}: character {exc.start} is half of a surrogate pair; send valid Unicode", field=where
-        ) from None
+    check_unicode(text, where)
     return text
 
 

@@ -22,6 +22,8 @@ from moe_engine.tokenizer.tokenizer import Tokenizer
 
 THREAD_CHARS = 4096
 """Longer texts are tokenized beside the event loop, so that they do not hold up other requests."""
+BURST = 64
+"""Sequences of one request handled at a stretch: then health probes and other requests have their turn."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,14 @@ class Preparer:
         await self._tokenize(inp, prompts)
         for i, prompt in enumerate(prompts):
             self._check(inp, prompt, live, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+            if i % BURST == BURST - 1:
+                await asyncio.sleep(0)
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(prompts):
             for copy in range(prompt.sampling.n):
                 generations.append(self._generation(inp, prompt, prompt_index, copy, len(generations)))
+                if len(generations) % BURST == 0:
+                    await asyncio.sleep(0)
         is_list = is_batch or len(generations) > 1
         return Job(generations, is_list, inp.stream)
 
@@ -87,7 +93,7 @@ class Preparer:
             limit = self._info.context_len
             for text in texts:
                 if (least := len(text) // self._tokenizer.max_token_chars) >= limit:
-                    raise _too_long(f"at least {least}", limit)
+                    raise _too_long(f"at least {least}", limit, inp.text_field)
         if sum(map(len, texts)) > THREAD_CHARS:
             batch = await asyncio.to_thread(self._tokenizer.encode_batch, texts, inp.add_special_tokens)
         else:
@@ -111,16 +117,17 @@ class Preparer:
             check_token_ids(prompt.logprobs.token_ids or (0,), info.vocab_size, "token_ids_logprob")
         if not prompt.rid_is_ours and (prompt.rid in live or f"{prompt.rid}_0" in live):
             raise duplicate_rid(prompt.rid)
-        self._fit(prompt, inp.max_tokens_field)
+        self._fit(prompt, inp.max_tokens_field, where if prompt.text is None else inp.text_field)
         if prompt.logprobs is not None and (prompt.logprobs.start or 0) > len(prompt.ids):
             raise InputError(
                 f"logprob_start_len: {prompt.logprobs.start} is beyond the prompt ({len(prompt.ids)} tokens)",
                 field="logprob_start_len",
             )
 
-    def _fit(self, prompt: Prompt, where: str) -> None:
+    def _fit(self, prompt: Prompt, where: str, prompt_field: str) -> None:
         """Settles `max_new_tokens`: a default is cut to the room there is; what the client asked for is refused if it
-        does not fit, or with --allow-auto-truncate cut too, as is the prompt."""
+        does not fit, or with --allow-auto-truncate cut too, as is the prompt. `where`, `prompt_field`: how the client
+        calls the two."""
         info = self._info
         truncate = self._settings.allow_auto_truncate
         room = min(info.context_len, info.max_total_num_tokens // info.page_size * info.page_size)
@@ -129,11 +136,12 @@ class Preparer:
             prompt.ids = prompt.ids[:longest]
         count, wanted = len(prompt.ids), prompt.sampling.max_new_tokens
         if count >= info.context_len:
-            raise _too_long(str(count), info.context_len)
+            raise _too_long(str(count), info.context_len, prompt_field)
         if count > longest:
             raise InputError(
                 f"Input length ({count} tokens) exceeds the maximum allowed length ({longest} tokens). "
-                "Use a shorter input or enable --allow-auto-truncate."
+                "Use a shorter input or enable --allow-auto-truncate.",
+                field=prompt_field,
             )
         prompt.max_new_tokens = room - count if wanted is None else wanted
         if truncate or not prompt.length_asked:
@@ -206,5 +214,9 @@ def duplicate_rid(rid: str) -> InputError:
     return InputError(f"rid: a request with id {rid!r} is still running; use another id", field="rid")
 
 
-def _too_long(count: str, limit: int) -> InputError:
-    return InputError(f"The input ({count} tokens) is longer than the model's context length ({limit} tokens).")
+def _too_long(count: str, limit: int, field: str) -> InputError:
+    return InputError(
+        f"The input ({count} tokens) is longer than the model's context length ({limit} tokens). "
+        f"Shorten {field}, or start the server with --allow-auto-truncate.",
+        field=field,
+    )

@@ -23,8 +23,9 @@ from moe_engine.server.openai_completions import CompletionsApi
 from moe_engine.server.parse_api import ParseApi
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
-from moe_engine.tokenizer.chat_template import load_chat_template
+from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
 from moe_engine.tokenizer.reasoning import REASONING_PARSERS
+from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 
 
@@ -35,13 +36,7 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
         ConfigError: a parser that does not exist, or a chat template that cannot be read.
     """
     _check_parsers(settings)
-    tokenizer = frontend.tokenizer
-    template = (
-        load_chat_template(settings.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
-        if tokenizer is not None
-        else None
-    )
-    state = ServerState(frontend, client, settings, template)
+    state = ServerState(frontend, client, settings, make_template(settings, frontend.tokenizer))
     app = FastAPI(title="moe-engine", version=version())
     app.state.server = state
     _add_openai(app, state)
@@ -52,6 +47,17 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
         app.add_middleware(KeyCheck, api_key=settings.api_key, admin_api_key=settings.admin_api_key)
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+def make_template(settings: ServerSettings, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """The chat template of the flags, or else of the checkpoint; None where there is none, or no tokenizer.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if tokenizer is None:
+        return None
+    return load_chat_template(settings.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
 
 
 def _check_parsers(settings: ServerSettings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
@@ -112,8 +113,9 @@ class ControlApi:
         }
 
     async def loads(self, request: Request) -> Response:
-        """Load per data-parallel rank, as SGLang's routers read it."""
-        info = self._state.client.info
+        """Load per data-parallel rank, as SGLang's routers read it; `dp_rank` in the query asks for one of them."""
+        info, healths = self._state.client.info, self._state.client.healths()
+        wanted = _loads_query(request, len(healths))
         loads = [
             {
                 "dp_rank": dp_rank,
@@ -125,9 +127,25 @@ class ControlApi:
                 "token_usage": health.num_used_tokens / max(1, info.max_total_num_tokens),
                 "max_running_requests": info.max_running_requests,
             }
-            for dp_rank, health in enumerate(self._state.client.healths())
+            for dp_rank, health in enumerate(healths)
+            if wanted in (None, dp_rank)
         ]
-        return json_response({"version": version(), "dp_rank_count": len(loads), "loads": loads})
+        aggregate = {
+            "total_running_reqs": sum(load["num_running_reqs"] for load in loads),
+            "total_waiting_reqs": sum(load["num_waiting_reqs"] for load in loads),
+            "total_reqs": sum(load["num_total_reqs"] for load in loads),
+            "total_used_tokens": sum(load["num_used_tokens"] for load in loads),
+            "avg_token_usage": sum(load["token_usage"] for load in loads) / len(loads),
+        }
+        return json_response(
+            {
+                "timestamp": datetime.now(UTC).isoformat(),
+                "version": version(),
+                "dp_rank_count": len(loads),
+                "loads": loads,
+                "aggregate": aggregate,
+            }
+        )
 
     async def old_load(self, request: Request) -> Response:
         return json_response(
@@ -144,6 +162,30 @@ class ControlApi:
 
     async def later(self, request: Request) -> Response:
         raise NotAvailableYet(f"{request.url.path}: not available yet in moe-engine {version()}")
+
+
+def _loads_query(request: Request, num_ranks: int) -> int | None:
+    """The data-parallel rank that a query of /v1/loads asks for; None for all.
+
+    Raises:
+        InputError: a rank that is not there, or a section or format that this server does not have.
+    """
+    query = request.query_params
+    for name, known in (("include", {"core", "all"}), ("format", {"json"})):
+        other = set(query[name].split(",")) - known if name in query else set()
+        if other:
+            raise InputError(
+                f"{name}: {','.join(sorted(other))!r:.40} is not available yet in moe-engine; "
+                f"use {' or '.join(sorted(known))}",
+                field=name,
+            )
+    rank = query.get("dp_rank")
+    if rank is None:
+        return None
+    if not rank.isdecimal() or int(rank) >= num_ranks:
+        ranks = "one data-parallel rank, 0" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"
+        raise InputError(f"dp_rank {rank!r:.40}: this server has {ranks}", field="dp_rank")
+    return int(rank)
 
 
 async def internal_states(state: ServerState) -> list[dict[str, Any]]:

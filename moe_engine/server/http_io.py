@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import InputError
 from moe_engine.server.errors import ClientGoneError, Shape, error_response, problem_of, stream_error
+from moe_engine.unicode_checks import check_unicode_within
 
 T = TypeVar("T")
 
@@ -76,11 +77,14 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
 
 
 def _decode_leniently(body: bytes, cause: Exception) -> Any:
-    """Python clients send NaN and Infinity; decoding them lets the check of the field name it."""
+    """Python clients send NaN and Infinity; decoding them lets the check of the field name it. What Python's decoder
+    lets through besides, half surrogate pairs, is refused here: all strings of a request can be encoded."""
     try:
-        return json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError):
         raise InputError(f"the request body is not valid JSON: {cause}") from None
+    check_unicode_within(value)
+    return value
 
 
 def _json_kind(value: Any) -> str:

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_engine import logs
 from moe_engine.config import explain
@@ -29,6 +29,7 @@ from moe_engine.server.listen import bind, url_host
 if TYPE_CHECKING:
     from moe_engine.engine.client import CoreClient
     from moe_engine.engine.client_api import EngineInfo
+    from moe_engine.server.settings import ServerSettings
     from moe_engine.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("moe_engine")
@@ -61,11 +62,12 @@ def serve(args: EngineArgs) -> int:
             logger.info("%s", line)
         import uvloop
 
-        import moe_engine.server.app  # noqa: F401  # slow: while the core loads
+        from moe_engine.server.app import make_template  # slow: while the core loads
 
-        tokenizer = open_tokenizer(config)
+        tokenizer, settings = open_tokenizer(config), server_settings(config)
+        make_template(settings, tokenizer)  # a broken one is told of at once, not after the weights
         info = wait_ready(cores)  # in this thread: a signal interrupts it
-        return uvloop.run(_serve(config, cores, info, tokenizer, sock, began))
+        return uvloop.run(_serve(config, cores, info, tokenizer, settings, sock, began))
     finally:
         stop_cores(cores)
         sock.close()
@@ -96,6 +98,7 @@ async def _serve(
     cores: list[CoreHandle],
     info: EngineInfo,
     tokenizer: Tokenizer | None,
+    settings: ServerSettings,
     sock: socket.socket,
     began: float,
 ) -> int:
@@ -106,7 +109,6 @@ async def _serve(
     from moe_engine.server.stop import StopSwitch
 
     client = CoreClient(cores, info, config.args.parallel.load_balance_method)
-    settings = server_settings(config)
     app = create_app(Frontend(client, tokenizer, settings.frontend), client, settings)
     switch = StopSwitch()
 
@@ -163,8 +165,12 @@ def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> N
     print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
 
 
-def server_settings(config: ResolvedConfig) -> Any:
-    """The HTTP front end's part of the configuration."""
+def server_settings(config: ResolvedConfig) -> ServerSettings:
+    """The HTTP front end's part of the configuration.
+
+    Raises:
+        ConfigError: the checkpoint's generation_config.json holds a value out of range.
+    """
     from moe_engine.server.settings import ServerSettings, load_sampling_defaults
 
     server, log, model = config.server, config.logging, config.args.model

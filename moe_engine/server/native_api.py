@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -25,6 +27,8 @@ _LATER = (
     "bootstrap_host", "bootstrap_room", "return_hidden_states", "return_routed_experts", "max_thinking_tokens",
     "cache_salt",
 )  # fmt: skip
+FLUSH_POLL_SECONDS = 0.1
+MAX_FLUSH_SECONDS = 3600
 
 
 def refuse_later(body: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -39,6 +43,17 @@ def boolean(body: dict[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise InputError(f"{name}: expected true or false, got {value!r:.80}", field=name)
     return bool(value)
+
+
+def _flush_timeout(request: Request) -> float:
+    given = request.query_params.get("timeout", "0")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_FLUSH_SECONDS:
+        raise InputError(f"timeout: expected seconds from 0 to {MAX_FLUSH_SECONDS}, got {given!r:.40}", field="timeout")
+    return seconds
 
 
 class NativeApi:
@@ -75,7 +90,8 @@ class NativeApi:
         return Response(status_code=200)
 
     async def flush_cache(self, request: Request) -> Response:
-        if all(await self._state.client.call("flush_cache")):
+        """Forgets cached prefixes, if need be once the server is idle within `timeout` seconds (in the query)."""
+        if await unless_gone(request, self._flush(time.monotonic() + _flush_timeout(request))):
             return Response(
                 "Cache flushed.\nPlease check backend logs for more details. "
                 "(When there are running or waiting requests, the operation will not be performed.)\n",
@@ -86,6 +102,11 @@ class NativeApi:
             f"Cache not flushed: {health.num_running} requests are running and {health.num_waiting} waiting. Try again "
             "when the server is idle."
         )
+
+    async def _flush(self, deadline: float) -> bool:
+        while not (flushed := all(await self._state.client.call("flush_cache"))) and time.monotonic() < deadline:
+            await asyncio.sleep(FLUSH_POLL_SECONDS)
+        return flushed
 
     async def tokenize(self, request: Request) -> Response:
         body = await read_object(request, self._state.settings.max_body_bytes)

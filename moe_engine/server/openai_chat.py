@@ -50,6 +50,8 @@ class ChatApi:
     def _tools(self, req: ChatRequest) -> list[dict[str, Any]]:
         """The functions the model may call; none with tool_choice "none"."""
         choice = req.tool_choice if req.tool_choice is not None else "auto"
+        if isinstance(choice, str) and choice not in ("auto", "none", "required"):
+            raise InputError(f"tool_choice: expected auto, none or required, got {choice!r:.40}", field="tool_choice")
         if choice not in ("auto", "none"):
             shown = choice if isinstance(choice, str) else "a named function"
             raise InputError(
@@ -69,15 +71,18 @@ class ChatApi:
             raise InputError(f"top_logprobs: must be in [0, {MAX_TOP_LOGPROBS}], got {top}", field="top_logprobs")
         if top and not req.logprobs:
             raise InputError("top_logprobs: needs logprobs: true", field="top_logprobs")
-        max_tokens = req.max_completion_tokens if req.max_completion_tokens is not None else req.max_tokens
+        length_field = "max_tokens" if req.max_completion_tokens is None else "max_completion_tokens"
+        max_tokens = getattr(req, length_field)
         return GenerateInput(
             text=prompt,
             text_field="messages",
             add_special_tokens=False,
             keep_special=parsers.keep_special,
-            sampling_params=parse_openai_sampling(req, self._state.settings.sampling_defaults, max_tokens),
+            sampling_params=parse_openai_sampling(
+                req, self._state.settings.sampling_defaults, max_tokens, length_field
+            ),
             sampling_field="",
-            max_tokens_field="max_tokens",
+            max_tokens_field=length_field,
             rid=req.rid,
             stream=bool(req.stream),
             priority=req.priority,

@@ -48,7 +48,7 @@ class CompletionsApi:
             )
         if req.suffix:
             raise InputError("suffix: not available yet in moe-engine; leave it out", field="suffix")
-        if isinstance(req.best_of, int) and req.best_of > (req.n if isinstance(req.n, int) else 1):
+        if req.best_of is not None and req.best_of > (req.n if isinstance(req.n, int) else 1):
             raise InputError(
                 "best_of: more answers than n asks for are not available yet in moe-engine; leave it out",
                 field="best_of",

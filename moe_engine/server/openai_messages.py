@@ -41,7 +41,6 @@ def _check_content(message: Mapping[str, Any], role: str, where: str) -> None:
             raise InputError(f"{where}: is required", field=where)
         return
     if isinstance(content, str):
-        _check_unicode(content, where)
         return
     if not isinstance(content, list):
         raise InputError(f"{where}: expected a string or a list of parts, got {content!r:.80}", field=where)
@@ -53,16 +52,6 @@ def _check_content(message: Mapping[str, Any], role: str, where: str) -> None:
             )
         if not isinstance(part.get("text"), str):
             raise InputError(f"{where}[{j}].text: expected a string", field=f"{where}[{j}].text")
-        _check_unicode(part["text"], f"{where}[{j}].text")
-
-
-def _check_unicode(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise InputError(
-            f"{where}: character {exc.start} is half of a surrogate pair; send valid Unicode", field=where
-        ) from None
 
 
 def _check_tool_calls(calls: Any, where: str) -> None:

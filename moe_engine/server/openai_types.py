@@ -75,7 +75,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
     echo: bool | None = False
     logprobs: int | None = None
     suffix: Any = None
-    best_of: Any = None
+    best_of: int | None = None
     json_schema: Any = None
 
 
@@ -142,8 +142,13 @@ def _named(message: str) -> InputError:
     return InputError(f"{field}: {what[0].lower()}{what[1:]}", field=field)
 
 
-def parse_openai_sampling(request: CommonRequest, defaults: Mapping[str, Any], max_tokens: Any) -> SamplingParams:
+def parse_openai_sampling(
+    request: CommonRequest, defaults: Mapping[str, Any], max_tokens: Any, length_field: str = "max_tokens"
+) -> SamplingParams:
     """Sampling parameters of a request; what it leaves out comes from the model's defaults, then from SGLang's.
+
+    Args:
+        length_field: the field that `max_tokens` came from.
 
     Raises:
         InputError: with the client's name of the field.
@@ -157,7 +162,8 @@ def parse_openai_sampling(request: CommonRequest, defaults: Mapping[str, Any], m
     try:
         return parse_sampling(values, "")
     except InputError as exc:
-        spellings = {ours: name for name, ours in _RENAMED.items()} | {"max_new_tokens": "max_tokens"}
-        ours = exc.field or ""
-        name = spellings.get(ours, ours)
-        raise InputError(exc.message.replace(ours, name, 1), field=name, status=exc.status) from None
+        spellings = {ours: name for name, ours in _RENAMED.items()} | {"max_new_tokens": length_field}
+        message, field = exc.message, exc.field or ""
+        for ours, name in spellings.items():
+            message = message.replace(ours, name)
+        raise InputError(message, field=spellings.get(field, field), status=exc.status) from None

@@ -126,6 +126,7 @@ def test_v3_on_a_large_machine(resolved):
         ({"chunked_prefill_size": 8, "page_size": 16}, ["--chunked-prefill-size 8", "--page-size 16", "smaller"]),
         ({"chunked_prefill_size": 100, "page_size": 16}, ["--chunked-prefill-size 100", "--page-size 16", "96 or 112"]),
         ({"max_total_tokens": 8, "page_size": 16}, ["--max-total-tokens 8", "--page-size 16"]),
+        ({"max_total_tokens": 1}, ["--max-total-tokens 1", "at least 2"]),
         ({"max_prefill_tokens": 8, "page_size": 16}, ["--max-prefill-tokens 8", "--page-size 16"]),
         ({"max_running_requests": 64, "max_total_tokens": 32}, ["--max-running-requests 64", "--max-total-tokens 32"]),
         ({"schedule_policy": "lpm", "disable_radix_cache": True}, ["--schedule-policy lpm", "--disable-radix-cache"]),

@@ -215,6 +215,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (V3 | {"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling.rope_type", "longrope", "yarn"]),
     (V3 | {"rope_scaling": [1]}, ["rope_scaling", "object"]),
     (V3 | {"rope_theta": 0}, ["rope_theta", "more than 0"]),
+    (V3 | {"rms_norm_eps": -1e-6}, ["rms_norm_eps", "more than 0"]),
     (V3 | {"rope_scaling": {"type": "yarn", "factor": -4}}, ["rope_scaling.factor", "more than 0"]),
     (V3 | {"hidden_size": float("inf")}, ["hidden_size", "inf"]),
     (
@@ -242,6 +243,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    (tmp_path / "weights").write_text("a file, not a directory")
+    with pytest.raises(ConfigError, match="no such file; --model-path must be a Hugging Face checkpoint directory"):
+        load_model_config(tmp_path / "weights")
     with pytest.raises(ConfigError, match="JSON"):
         load_model_config(tmp_path)
 

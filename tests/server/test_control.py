@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from moe_engine.engine.client_api import Health
 from moe_engine.errors import ConfigError
+from moe_engine.server import native_api
 from moe_engine.server.settings import load_sampling_defaults
 from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
@@ -188,6 +190,32 @@ def test_facts():
     assert get(client, "/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
 
 
+def test_loads_of_one_rank():
+    client = FakeClient()
+    client.healths = lambda: [Health(True, True, 7, 0.0, 0.0, running, 2, 512) for running in (1, 4)]
+    whole = get(client, "/v1/loads?include=core&format=json").json()
+    assert [load["dp_rank"] for load in whole["loads"]] == [0, 1]
+    assert whole["aggregate"] == {
+        "total_running_reqs": 5,
+        "total_waiting_reqs": 4,
+        "total_reqs": 9,
+        "total_used_tokens": 1024,
+        "avg_token_usage": 0.5,
+    }
+    one = get(client, "/v1/loads?dp_rank=1").json()
+    assert (one["dp_rank_count"], one["loads"], one["aggregate"]["total_reqs"]) == (1, whole["loads"][1:], 6)
+    for query, message in (
+        ("dp_rank=2", "dp_rank '2': this server has ranks 0 to 1"),
+        ("dp_rank=-1", "dp_rank '-1': this server has ranks"),
+        ("dp_rank=x", "dp_rank 'x': this server has ranks"),
+        ("format=prometheus", "format: 'prometheus' is not available yet in moe-engine; use json"),
+        ("include=core,spec", "include: 'spec' is not available yet in moe-engine; use all or core"),
+    ):
+        answer = get(client, f"/v1/loads?{query}")
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+
+
 def test_tokenize_and_back():
     client = FakeClient()
     got = post(client, "/tokenize", {"prompt": "Hello world"}).json()
@@ -213,6 +241,23 @@ def test_flush_and_abort():
     assert post(client, "/abort_request", {"abort_all": True}).status_code == 200
     assert client.aborts == [("abc", False), ("", True)]
     assert post(client, "/abort_request", {}).status_code == 400
+
+
+def test_flush_waits_as_long_as_it_is_told(monkeypatch):
+    monkeypatch.setattr(native_api, "FLUSH_POLL_SECONDS", 0.0)
+    client, idle = FakeClient(), iter([False, False, False, True])
+
+    async def call(method, **args):
+        return [next(idle)]
+
+    client.call = call
+    assert post(client, "/flush_cache?timeout=0", b"").status_code == 400
+    assert post(client, "/flush_cache?timeout=600", b"").status_code == 200
+    assert next(idle, None) is None
+    for wrong in ("-1", "nan", "soon", "1e9"):
+        answer = post(client, f"/flush_cache?timeout={wrong}", b"")
+        assert answer.status_code == 400
+        assert "timeout: expected seconds from 0 to 3600" in answer.json()["error"]["message"]
 
 
 def test_what_is_not_there():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 
 from moe_engine.engine.frontend import Frontend, FrontendSettings
 from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.engine.prepare import BURST
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import TEXT
@@ -251,3 +253,35 @@ def test_a_default_length_is_cut_where_an_asked_one_is_refused():
     assert [request.max_new_tokens for request in client.requests[-2:]] == [10, 30]
     with pytest.raises(InputError, match="maximum context length of 50 tokens"):
         generate(client, settings, input_ids=[5] * 40, sampling_params={"max_new_tokens": 30})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"sampling_params": {"stop": "\ud83d"}}, {"extra_key": "a\ud83d"}, {"text": "\udc00"}]
+)
+def test_half_surrogates_are_refused_without_http_too(fields):
+    with pytest.raises(InputError, match="is half of a surrogate pair"):
+        generate(FakeClient(), **{"text": "a", **fields})
+
+
+def test_a_large_batch_leaves_the_event_loop_to_others():
+    """What else waits has a turn after every BURST sequences, while they are checked and while they begin."""
+    client, count, turns, begun = FakeClient(), 10 * BURST, 0, [0]
+
+    async def others():
+        nonlocal turns
+        while len(client.requests) < count:
+            turns += 1
+            begun.append(len(client.requests))
+            await asyncio.sleep(0)
+
+    async def main():
+        probe = asyncio.create_task(others())
+        frontend = Frontend(client, client.tokenizer)
+        job = await frontend.prepare(GenerateInput(input_ids=[[5]] * count))
+        before = turns
+        await frontend.collect(job)
+        await probe
+        return before
+
+    assert asyncio.run(main()) >= 20
+    assert max(late - early for early, late in itertools.pairwise(begun)) <= BURST

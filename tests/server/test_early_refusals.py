@@ -1,0 +1,50 @@
+"""What the front end cannot work with is refused while the cores load, not after minutes, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.engine import engine
+from moe_engine.engine.engine import Engine
+from moe_engine.errors import ConfigError
+from moe_engine.models.demo import CHECKPOINT_DIR
+from moe_engine.server import launch
+
+
+@pytest.fixture(autouse=True)
+def cores_that_load_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waited(*_: object) -> None:
+        raise AssertionError("the weights were waited for")
+
+    for module in (engine, launch):
+        monkeypatch.setattr(module, "start_cores", lambda config: [])
+        monkeypatch.setattr(module, "wait_ready", waited)
+
+
+def broken(folder: Path, name: str, text: str) -> str:
+    """A copy of the embedded checkpoint, with one of its files replaced."""
+    shutil.copytree(CHECKPOINT_DIR, folder / "checkpoint")
+    (folder / "checkpoint" / name).write_text(text)
+    return str(folder / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tokenizer.json", "{", "cannot be read as a tokenizer"),
+        ("chat_template.jinja", "{% for %}", "Expected an expression"),
+        ("generation_config.json", '{"temperature": -1}', "temperature: must be in"),
+    ],
+)
+def test_server(tmp_path: Path, name: str, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        launch.serve(EngineArgs.from_kwargs(model_path=broken(tmp_path, name, text), port=0))
+
+
+def test_offline(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):
+        Engine(model_path=broken(tmp_path, "tokenizer.json", "{"))
