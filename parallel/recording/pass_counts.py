@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts.counting import CountCell, CountPlace
 from moe_engine.parallel.recording.config import MAX_TOP_K, RecorderConfig
 
 
 class PassCounts:
     """Filled layer by layer; the same tensors in every pass.
 
-    A layer only leaves its ids here; they are counted once, at the end of the pass, in a handful of operators.
+    A layer counts at its `place` while a pass runs, or only leaves its ids here; they are then counted once, at the end
+    of the pass, in a handful of operators.
     """
 
     def __init__(self, config: RecorderConfig) -> None:
@@ -26,6 +28,8 @@ class PassCounts:
         shape = (config.num_layers, config.num_physical + 1)
         self._all = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._flat = self._all.view(-1)
+        self._cell = CountCell()
+        self._first_slot = self._all.data_ptr() + self._all.element_size()
         self.physical = self._all[:, 1:]
         """int32 [L, P], valid between `finish` and the next `begin`."""
         local = config.num_physical // config.ep_size
@@ -43,14 +47,25 @@ class PassCounts:
         self.details: dict[str, Any] = {}
         """Of per_token: what the record says of the batch."""
 
-    def begin(
+    def place(self, layer: int) -> CountPlace:
+        """Where the layer may count its choices itself, in the host's memory; between `begin` and `end` only."""
+        return CountPlace(self._cell, layer * self._all.shape[1])
+
+    def begin(self) -> None:
+        """Forgets what was counted."""
+        self._all.zero_()
+        if self._ids:
+            self._layers, self._ids, self._in_room = [], [], 0
+        self._cell.point(self._first_slot)
+
+    def end(self) -> None:
+        """What layers do from now on is not of the pass."""
+        self._cell.point(None)
+
+    def describe(
         self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
     ) -> None:
-        """Forgets what was counted; `input_ids` and `positions` are [T]."""
-        self._all.zero_()
-        self._layers, self._ids, self._in_room = [], [], 0
-        if not self._per_token:
-            return
+        """Of per_token: after `begin`, the batch; `input_ids` and `positions` are [T]."""
         self._topk_ids = torch.full((len(self._all), input_ids.shape[0], MAX_TOP_K), -1, dtype=torch.int32)
         self.details = {
             "input_ids": input_ids.tolist(),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts.counting import CountPlace
 from moe_engine.parallel.recording.accumulators import LogicalMap, RecordAccumulator, StatAccumulator
 from moe_engine.parallel.recording.balance_windows import BalanceWindows
 from moe_engine.parallel.recording.config import RecorderConfig
@@ -33,10 +34,12 @@ class ExpertRecorder:
     """One rank's recorder. All methods run on the thread of the steps, and in inference mode: what is made there cannot
     be changed elsewhere.
 
-    While `counting` is False a layer pays for looking at that attribute and nothing else::
+    Layers count at their `count_place`, where their kernel can; others leave their choices here::
 
         if recorder.counting:
             recorder.on_select(layer_index, topk_ids)
+
+    While nothing is `wanted` neither layers nor passes need know of the recorder (`ExpertControl` sees to that).
 
     Three may want the counts of a pass: the operator, who starts and stops (`recording`); the report of balancedness,
     and the rebalancer (`watch`), both from the beginning on, because their ranks meet at fixed passes. What the
@@ -157,25 +160,34 @@ class ExpertRecorder:
 
     # -- the runner
 
-    def begin_pass(
-        self,
-        pass_id: int,
-        input_ids: Tensor,
-        positions: Tensor,
-        extend_seq_lens: Sequence[int] | None = None,
-        forward_mode: int = 0,
+    @property
+    def wants_batches(self) -> bool:
+        """Whether `begin_pass` must be followed by `describe_pass`."""
+        return self.config.mode == "per_token"
+
+    def begin_pass(self, pass_id: int) -> None:
+        """Before a forward pass, where `counting`. `pass_id`: its number, the same on all ranks."""
+        if self._uncounted:
+            self._count()
+        self._pass_id, self._in_pass = pass_id, True
+        self._counts.begin()
+
+    def describe_pass(
+        self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
     ) -> None:
-        """Before a forward pass, where `counting`.
+        """What the pass that has begun computes.
 
         Args:
-            pass_id: number of the pass, the same on all ranks.
-            input_ids, positions: [T], kept in per_token mode only.
-            extend_seq_lens: new tokens of each request of a prefill, likewise.
+            input_ids, positions: [T].
+            extend_seq_lens: new tokens of each request of a prefill.
             forward_mode: SGLang's number: 1 extend, 2 decode, 3 mixed, 4 idle.
         """
-        self._count()
-        self._pass_id, self._in_pass = pass_id, True
-        self._counts.begin(input_ids, positions, extend_seq_lens, forward_mode)
+        self._counts.describe(input_ids, positions, extend_seq_lens, forward_mode)
+
+    def drop_pass(self) -> None:
+        """There was none after all."""
+        self._in_pass = False
+        self._counts.end()
 
     def end_pass(self) -> None:
         """After a forward pass. Nothing is kept if none began: recording started within it.
@@ -183,6 +195,7 @@ class ExpertRecorder:
         What the layers left is counted later, between two steps: here kernels would wait for it, in the middle of one.
         """
         self._uncounted, self._in_pass = self._in_pass, False
+        self._counts.end()
         if self.config.report_balancedness:  # also where others count: all ranks meet here
             self._count()
             self.balance.add(self._pass_id, self._all_reduce(self._counts.physical.clone()))
@@ -207,6 +220,10 @@ class ExpertRecorder:
             self._window += logical
 
     # -- the MoE layers
+
+    def count_place(self, layer_index: int) -> CountPlace | None:
+        """Where the layer may count itself, which is then told of nothing; None where more is wanted of it."""
+        return self._counts.place(layer_index) if self._by_router and not self.wants_batches else None
 
     def room_for(self, num_tokens: int) -> Tensor:
         """int32 [T, K] that a layer may fill and give to `on_select`, where `counting`."""

@@ -26,6 +26,8 @@ struct MoELayer {
   const void* experts;
   int64_t num_experts, top_k, width;
   Weight shared_up, shared_down;  // of the shared expert; panels null: there is none
+  int32_t* const* counts;         // where choices are counted now, null: nowhere; itself null: never
+  int64_t first;                  // the place of expert 0 there
 };
 
 // One block of scratch memory, cut into arrays.
