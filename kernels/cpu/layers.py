@@ -41,7 +41,7 @@ class _MoE(ctypes.Structure):
         *((name, L) for name in ("num_experts", "top_k", "width")),
         ("shared_up", Weight),
         ("shared_down", Weight),
-        ("counts", P),
+        ("cell", P),
         ("first", L),
     ]
 
@@ -96,7 +96,7 @@ def moe_layer(layer: MoELayer) -> LayerPointer | None:
 def count_choices(layer: LayerPointer, place: CountPlace | None) -> None:
     """As `CountsChoices.count_choices`, of what `moe_layer` made."""
     struct: _MoE = layer.keep[0]
-    struct.counts, struct.first = (None, 0) if place is None else (place.cell.address, place.first)
+    struct.cell, struct.first = (None, 0) if place is None else (place.cell.address, place.first)
 
 
 def kind_of_weights(weights: list[PreparedLinear]) -> int | None:

@@ -9,19 +9,31 @@ import ctypes
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
+class _Cell(ctypes.Structure):
+    _fields_ = [("counts", ctypes.c_void_p), ("unclear", ctypes.c_int64)]
+
+
 class CountCell:
     """Where layers count now; nowhere at first. Layers read it anew in every run, so what it says holds for all."""
 
-    __slots__ = ("_pointer", "address")
+    __slots__ = ("_cell", "address")
 
     def __init__(self) -> None:
-        self._pointer = ctypes.c_void_p(None)
-        self.address = ctypes.addressof(self._pointer)
-        """Of the pointer, for kernels."""
+        self._cell = _Cell()
+        self.address = ctypes.addressof(self._cell)
+        """Of the two fields, for kernels."""
 
-    def point(self, counts: int | None) -> None:
-        """To int32 numbers in the memory of the host, which their owner keeps; None counts nothing."""
-        self._pointer.value = counts
+    def point(self, counts: int, num_bytes: int) -> None:
+        """To int32 numbers in the memory of the host, which their owner keeps. The first layer that counts clears them;
+        until then they are what they were."""
+        self._cell.counts, self._cell.unclear = counts, num_bytes
+
+    def hide(self) -> bool:
+        """Counts nothing any more. Returns whether there were numbers that some layer had cleared."""
+        cell = self._cell
+        cleared = cell.counts is not None and not cell.unclear
+        cell.counts = None
+        return cleared
 
 
 class CountPlace(NamedTuple):

@@ -92,6 +92,7 @@ def attach_experts(
     def observe(on: bool) -> None:
         model.record(recorder if on else None)
         observed.counts_itself = not any(layer.tells for layer in layers.values())
+        recorder.count_in_place(on and observed.counts_itself)
         runner.model = observed if on else model
 
     return ExpertControl(recorder, balance, observed, observe)

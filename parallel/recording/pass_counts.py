@@ -28,12 +28,14 @@ class PassCounts:
         shape = (config.num_layers, config.num_physical + 1)
         self._all = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._flat = self._all.view(-1)
-        self._cell = CountCell()
-        self._first_slot = self._all.data_ptr() + self._all.element_size()
+        self.cell = CountCell()
+        self._in_place = torch.zeros(config.num_layers, config.num_physical, dtype=torch.int32, device=self._device)
         self.physical = self._all[:, 1:]
         """int32 [L, P], valid between `finish` and the next `begin`."""
         local = config.num_physical // config.ep_size
         self._local = self.physical[:, config.ep_rank * local : (config.ep_rank + 1) * local]
+        self._adds = False
+        """Whether layers have counted in place in the pass that has ended."""
         self._layers: list[int] = []
         self._ids: list[Tensor] = []
         self._room = torch.empty(config.num_layers, 0, config.top_k, dtype=torch.int32, device=self._device)
@@ -48,19 +50,19 @@ class PassCounts:
         """Of per_token: what the record says of the batch."""
 
     def place(self, layer: int) -> CountPlace:
-        """Where the layer may count its choices itself, in the host's memory; between `begin` and `end` only."""
-        return CountPlace(self._cell, layer * self._all.shape[1])
+        """Where the layer may count its choices itself, in the host's memory: one of [L, P]."""
+        return CountPlace(self.cell, layer * self._in_place.shape[1])
 
     def begin(self) -> None:
         """Forgets what was counted."""
         self._all.zero_()
         if self._ids:
             self._layers, self._ids, self._in_room = [], [], 0
-        self._cell.point(self._first_slot)
+        self.cell.point(self._in_place.data_ptr(), self._in_place.nbytes)
 
     def end(self) -> None:
         """What layers do from now on is not of the pass."""
-        self._cell.point(None)
+        self._adds = self.cell.hide()
 
     def describe(
         self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
@@ -96,6 +98,9 @@ class PassCounts:
 
     def finish(self) -> None:
         """Counts what the layers left."""
+        if self._adds:
+            self.physical += self._in_place
+            self._adds = False
         if not self._ids:
             return
         if self._in_room == len(self._ids):

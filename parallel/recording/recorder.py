@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.counting import CountPlace
 from moe_engine.parallel.recording.accumulators import LogicalMap, RecordAccumulator, StatAccumulator
 from moe_engine.parallel.recording.balance_windows import BalanceWindows
+from moe_engine.parallel.recording.buffers import PassBuffer
 from moe_engine.parallel.recording.config import RecorderConfig
 from moe_engine.parallel.recording.dump_file import RecordingError, write_dump
 from moe_engine.parallel.recording.merge import pack_counts
@@ -71,6 +72,8 @@ class ExpertRecorder:
         self._pass_id = -1
         self._in_pass = False
         self._uncounted = False  # the last pass has ended, and what its layers left is not counted yet
+        self._all_in_place = False
+        self._into: PassBuffer | None = None
         self._look()
 
     def _look(self) -> None:
@@ -78,6 +81,17 @@ class ExpertRecorder:
         self.wanted = self.recording or self.config.report_balancedness or self._window is not None
         self.counting = self.wanted and self.config.counts_here
         self._in_pass = False
+        kept = self._kept.buffer if isinstance(self._kept, StatAccumulator) and self.recording else None
+        others = self.config.report_balancedness or self._window is not None
+        alone = self._all_in_place and self._map.is_identity and not others
+        self._into = kept if alone and self.config.counts_here else None
+
+    def count_in_place(self, all_layers: bool) -> None:
+        """Between passes: whether every layer counts at its `count_place` from now on. Where nobody else wants a pass's
+        counts, that place is then its row among those kept, and a pass costs next to nothing."""
+        self._count()
+        self._all_in_place = all_layers
+        self._look()
 
     # -- the operator
 
@@ -170,7 +184,11 @@ class ExpertRecorder:
         if self._uncounted:
             self._count()
         self._pass_id, self._in_pass = pass_id, True
-        self._counts.begin()
+        into = self._into
+        if into is not None:
+            self._counts.cell.point(into.next_address(), into.row_bytes)
+        else:
+            self._counts.begin()
 
     def describe_pass(
         self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
@@ -187,14 +205,23 @@ class ExpertRecorder:
     def drop_pass(self) -> None:
         """There was none after all."""
         self._in_pass = False
-        self._counts.end()
+        self._counts.cell.hide()
 
     def end_pass(self) -> None:
         """After a forward pass. Nothing is kept if none began: recording started within it.
 
         What the layers left is counted later, between two steps: here kernels would wait for it, in the middle of one.
         """
-        self._uncounted, self._in_pass = self._in_pass, False
+        was_begun, self._in_pass = self._in_pass, False
+        into = self._into
+        if into is not None:
+            has_counted = self._counts.cell.hide()
+            if was_begun:
+                if not has_counted:  # no layer had a token
+                    into.next_row().zero_()
+                into.keep(self._pass_id)
+            return
+        self._uncounted = was_begun
         self._counts.end()
         if self.config.report_balancedness:  # also where others count: all ranks meet here
             self._count()
@@ -251,3 +278,4 @@ class ExpertRecorder:
         """Between passes: a layer's slots hold other experts from now on, int [P]."""
         self._count()
         self._map.update_layer(layer_index, physical_to_logical)
+        self._look()

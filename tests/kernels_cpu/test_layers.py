@@ -163,7 +163,7 @@ def test_moe_layers_count_what_they_choose(library: Library, tokens: int) -> Non
         kernel.count_choices(each, CountPlace(cell, (number + 1) * router.num_experts))
     assert all(torch.equal(kernel.run_layer(each, x), out) for each, out in zip(fused, want))
     assert bool((counts == 1).all()), "it points nowhere"
-    cell.point(counts.data_ptr())
+    cell.point(counts.data_ptr(), 0)
     for _ in range(2):
         assert all(torch.equal(kernel.run_layer(each, x), out) for each, out in zip(fused, want))
     kernel.count_choices(fused[0], None)
@@ -173,6 +173,15 @@ def test_moe_layers_count_what_they_choose(library: Library, tokens: int) -> Non
         chosen = torch.bincount(ids.flatten().long(), minlength=router.num_experts)
         assert counts[number + 1].tolist() == (1 + 2 * chosen).tolist()
     assert bool((counts[0] == 1).all())
+    kernel.count_choices(fused[0], CountPlace(cell, 0))
+    cell.point(counts.data_ptr(), counts[:2].nbytes)
+    before = counts[2].tolist()
+    kernel.run_layer(fused[0], x)
+    assert cell.hide() and not bool(counts[1].any()) and int(counts[0].sum()) == tokens * router.top_k, "cleared first"
+    kernel.run_layer(fused[0], x)
+    assert counts[2].tolist() == before and int(counts[0].sum()) == tokens * router.top_k, "hidden"
+    cell.point(counts.data_ptr(), counts.nbytes)
+    assert not cell.hide(), "nobody has counted"
 
 
 def test_moe_layer_declines_weights_of_other_rows(library: Library) -> None:

@@ -323,15 +323,60 @@ def test_counts_beyond_two_bytes_and_a_full_ring_on_one_of_two_ranks(tmp_path):
     assert counts[:, 1, 0].tolist() == [160_000, 80_000], "passes 1 and 2, the last one of a single rank"
 
 
+class Cell(ctypes.Structure):
+    _fields_ = [("counts", ctypes.POINTER(ctypes.c_int32)), ("unclear", ctypes.c_int64)]
+
+
 def count_in_place(recorder: ExpertRecorder, choices: dict[int, Tensor]) -> None:
-    """As a kernel does: adds to the numbers behind the pointer that it finds, if any."""
+    """As a kernel does: adds to the numbers behind the pointer that it finds, if any, and clears them first."""
     for layer, topk_ids in choices.items():
         place = recorder.count_place(layer)
         assert place is not None
-        counts = ctypes.cast(place.cell.address, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))).contents
-        if counts:
+        cell = ctypes.cast(place.cell.address, ctypes.POINTER(Cell)).contents
+        if cell.counts:
+            ctypes.memset(cell.counts, 0, cell.unclear)
+            cell.unclear = 0
             for expert in topk_ids.flatten().tolist():
-                counts[place.first + expert] += 1
+                cell.counts[place.first + expert] += 1
+
+
+@pytest.mark.parametrize("buffer_size", [1, 4, -1])
+def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
+    """All layers count themselves. Passes that came to nothing, also in the middle, are none and spoil none."""
+    recorder = ExpertRecorder(config_for(tmp_path, buffer_size=buffer_size))
+    recorder.start()
+    recorder.count_in_place(True)
+    generator = torch.Generator().manual_seed(71)
+    passes = [draw_pass(generator) if number % 5 else {} for number in range(300 if buffer_size < 0 else 11)]
+    for number, choices in enumerate(passes):
+        recorder.begin_pass(number)
+        count_in_place(recorder, choices)
+        recorder.end_pass()
+        count_in_place(recorder, passes[1])
+        recorder.begin_pass(number + 1)
+        count_in_place(recorder, passes[2])  # and breaks off
+        if number % 3:
+            recorder.drop_pass()
+    expected = [counted(choices) for choices in passes]
+    assert recorder.snapshot()["counts"] == sum(expected).tolist()
+    part = recorder.dump_part()
+    assert part is not None
+    kept = len(passes) if buffer_size < 0 else buffer_size
+    assert part["pass_ids"] == list(range(len(passes)))[-kept:]
+    assert sum_parts([part])["logical_count"].tolist() == np.stack(expected[-kept:]).tolist()
+    recorder.count_in_place(False)
+    run_pass(recorder, 400, passes[1])
+    recorder.count_in_place(True)
+    recorder.begin_pass(401)
+    count_in_place(recorder, passes[2])
+    recorder.end_pass()
+    recorder.update_layer(1, torch.arange(EXPERTS).flip(0))  # other experts: what is counted is no longer what is kept
+    recorder.begin_pass(402)
+    count_in_place(recorder, {1: passes[1][1].new_tensor([[0]])})
+    recorder.end_pass()
+    assert recorder.snapshot()["counts"][1][EXPERTS - 1] > 0
+    found = [counted(passes[1]), counted(passes[2]), counted({1: torch.tensor([[EXPERTS - 1]])})][-kept:]
+    assert counts_of(recorder)[: len(found)].tolist() == np.stack(found).tolist()
 
 
 @pytest.mark.parametrize("mode", ["stat", "per_pass"])

@@ -47,10 +47,7 @@ API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_
   float* weights = static_cast<float*>(arrays.take(tokens * l.top_k * 4));
   int32_t* ids = chosen != nullptr ? chosen : static_cast<int32_t*>(arrays.take(tokens * l.top_k * 4));
   moe_route(is_bf16, x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids);
-  if (l.counts != nullptr && *l.counts != nullptr) {
-    int32_t* counts = *l.counts + l.first;
-    for (int64_t i = 0; i < tokens * l.top_k; i++) counts[ids[i]]++;
-  }
+  if (l.cell != nullptr && l.cell->counts != nullptr) l.cell->count(l.first, ids, tokens * l.top_k);
   const bool shared = l.shared_up.panels != nullptr;
   if (shared)
     moe_mlp(is_bf16, x, ldx, tokens, hidden, l.shared_down.in, l.shared_up.panels, l.shared_down.panels, hidden,
