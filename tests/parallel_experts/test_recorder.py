@@ -341,6 +341,7 @@ def count_in_place(recorder: ExpertRecorder, choices: dict[int, Tensor]) -> None
 
 
 @pytest.mark.parametrize("buffer_size", [1, 4, -1])
+@torch.inference_mode()
 def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
     """All layers count themselves. Passes that came to nothing, also in the middle, are none and spoil none."""
     recorder = ExpertRecorder(config_for(tmp_path, buffer_size=buffer_size))
