@@ -38,6 +38,8 @@ def record(folder: Path, mode: str, passes: list[torch.Tensor], rank: int = 0, f
     recorder.start()
     for number, ids in enumerate(passes, first):
         recorder.begin_pass(number)
+        if recorder.wants_batches:
+            recorder.describe_pass(torch.zeros(len(ids)), torch.zeros(len(ids)), None, 2)
         for layer in (1, 2):
             recorder.on_select(layer, ids)
         recorder.end_pass()
