@@ -1,8 +1,8 @@
 """How long steps wait while experts move: ``python -m benchmarks.rebalancing [--models demo moe-390m]``.
 
 Two ranks with half of the experts each serve greedy requests with `--enable-eplb`, planning every so many passes
-whatever the balance; rank 0's own clock tells what the moves between two passes took, of the time of the passes with
-moves. Target: below 5 %.
+whatever the balance; rank 0's own clock tells what the moves between two passes took, of the time of the passes while
+experts move. Some rounds, each of an engine of its own: medians, and the shares of all of them. Target: below 5 %.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 from typing import Any
 
 from benchmarks import checkpoints, report
+from benchmarks.stats import median
 from moe_engine import Engine
 
 TARGET = 0.05
@@ -51,14 +52,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=400)
     parser.add_argument("--passes", type=int, default=100, help="between two plans")
+    parser.add_argument("--rounds", type=int, default=3)
     report.add_result_options(parser)
     args = parser.parse_args(argv)
 
-    lines = [measure(model, args.moe_a2a_backend, args.requests, args.output_len, args.passes) for model in args.models]
+    lines = [
+        measure(model, args.moe_a2a_backend, args.requests, args.output_len, args.passes) | {"round": number}
+        for model in args.models
+        for number in range(args.rounds)
+    ]
+    names = ("round", "rebalances", "experts_received", "moving_passes", "passes_per_move")
     rows = [
         [
             line["model"],
-            *(str(line[name]) for name in ("rebalances", "experts_received", "moving_passes")),
+            *(str(line[name]) for name in names),
             f"{1e3 * line['moving_seconds'] / max(line['moving_passes'], 1):.2f}",
             f"{1e3 * line['pause_seconds'] / max(line['moving_passes'], 1):.3f}",
             f"{1e3 * line['longest_pause']:.2f}",
@@ -66,11 +73,17 @@ def main(argv: list[str] | None = None) -> int:
         ]
         for line in lines
     ]
-    header = ["model", "plans", "experts", "passes with moves", "ms a pass", "ms paused", "longest", "share"]
+    header = [
+        *("model", "round", "plans", "experts", "passes while moving", "passes a move", "ms a pass", "ms paused"),
+        *("longest", "share"),
+    ]
     print(report.table(header, rows))
+    shares = {model: median([line["pause_share"] for line in lines if line["model"] == model]) for model in args.models}
+    print("medians: " + ", ".join(f"{model} {share:.1%}" for model, share in shares.items()))
     print(f"target: below {TARGET:.0%} of a step")
     if not args.no_json:
-        print(report.write_result("rebalancing", {"lines": lines, "target": TARGET}, path=args.json))
+        content = {"lines": lines, "median_share": shares, "target": TARGET}
+        print(report.write_result("rebalancing", content, path=args.json))
     return 0
 
 

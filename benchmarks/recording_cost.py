@@ -1,14 +1,21 @@
 """What recording the experts' choices costs a step: ``python -m benchmarks.recording_cost [--models demo moe-390m]``.
 
-Three ways take turns on one batch each, in this process, without scheduler and server: no recorder at all; one that is
-attached and off; one that records (`--mode`). The ratio of a turn is its median step to that of the turn without
-beside it, and the median of the ratios counts. Targets: off below 1 %, on below 5 %.
+One batch, in this process, without scheduler and server. Ways take turns: a worker without a recorder; a second one,
+whose distance from the first is the noise of two workers; one whose recorder is attached and off; and the same one
+while it records (`--mode`). Each turn begins the batch anew, so that all ways compute the same steps. The ratio of a
+turn is its median step to that of the turn beside it: *again* and *off* to that without a recorder, *on* to that of its
+own worker while off. The median of the ratios counts, given with its standard error.
+
+Times of some 0.1 % cannot be told on a shared machine, so the calls of a step are counted, too: functions of Python and
+of C that the interpreter calls, which do not change from run to run. Targets: off below 1 %, on below 5 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import checkpoints, report
@@ -19,76 +26,115 @@ from moe_engine.config.launch_plan import prepare
 from moe_engine.config.resolve import ResolvedConfig
 
 TARGETS = {"off": 0.01, "on": 0.05}
+COMPARED = {"again": "without", "off": "without", "on": "off"}
+WAYS = ("without", *COMPARED)
 INPUT_LEN = 16
+WARM_STEPS = 2
 
 
 class Subject:
-    """A worker with one batch after another: the batch begins anew when its requests have become long."""
+    """A worker, and the same batch again and again."""
 
     def __init__(self, config: ResolvedConfig, batch: int, length: int) -> None:
         self.worker = create_worker(config)
         self._config, self._length = config, length
         rng = random.Random(0)
         self._prompts = [rng.choices(range(config.model.vocab_size), k=INPUT_LEN) for _ in range(batch)]
-        self._driver = self._begin()
-        self._left = 0
 
-    def steps(self, count: int) -> float:
-        """Median seconds of so many decode steps."""
-        if self._left < count:
-            self._driver.close()
-            self._driver = self._begin()
-            self._driver.prefill()
-            self._driver.decode()
-            self._left = self._length - INPUT_LEN - 2
-        self._left -= count
-        return median([self._driver.decode() for _ in range(count)])
+    def turn(self, steps: int, prefills: int) -> dict[str, float]:
+        """Median seconds of so many decode steps behind the last one of so many prefills, and of these."""
+        begun = []
+        for _ in range(prefills):
+            driver = self._begin()
+            begun.append(driver.prefill())
+            if len(begun) < prefills:
+                driver.close()
+        for _ in range(WARM_STEPS):
+            driver.decode()
+        decodes = [driver.decode() for _ in range(steps)]
+        driver.close()
+        return {"decode": median(decodes), "prefill": median(begun)}
 
-    def prefills(self, count: int) -> float:
-        """Median seconds of so many prefills of the batch."""
-        seconds = []
-        for _ in range(count):
-            self._driver.close()
-            self._driver = self._begin()
-            seconds.append(self._driver.prefill())
-        self._left = 0
-        return median(seconds)
+    def calls(self) -> int:
+        """Calls of a decode step on the worker's thread."""
+        driver = self._begin()
+        driver.prefill()
+        driver.decode()
+        counter = CallCounter()
+        self.worker.call(counter.begin).result()
+        driver.decode()
+        self.worker.call(counter.end).result()
+        driver.close()
+        return counter.calls
 
     def _begin(self) -> BatchDriver:
         return BatchDriver(self.worker, self._config, self._prompts, self._length, self._config.max_prefill_tokens)
 
 
-def measure(model: str, mode: str, batch: int, turns: int, steps: int) -> dict[str, Any]:
-    """Medians of seconds and of ratios to the turn without a recorder, for decode and prefill."""
-    length = INPUT_LEN + 4 * steps + 2
+class CallCounter:
+    """Counts what one thread calls; `begin` and `end` are called on it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def begin(self) -> None:
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, argument: Any) -> None:
+        self.calls += event in ("call", "c_call")
+
+
+def measure(model: str, mode: str, batch: int, turns: int, steps: int, prefills: int) -> dict[str, Any]:
+    """Medians of seconds and of ratios, for decode and prefill, and calls of a decode step."""
+    length = INPUT_LEN + WARM_STEPS + steps + 2
     flags: dict[str, Any] = {"max_running_requests": batch, "max_total_tokens": 2 * batch * length + 1024}
     if model != "demo":
         flags |= {"model_path": str(checkpoints.ensure_checkpoint(model)), "skip_tokenizer_init": True}
-    plain = Subject(prepare(EngineArgs.from_kwargs(**flags)), batch, length)
-    watched = Subject(prepare(EngineArgs.from_kwargs(**flags, expert_distribution_recorder_mode=mode)), batch, length)
-    found: dict[str, Any] = {"model": model, "mode": mode, "batch": batch}
-    for phase, count in (("decode", steps), ("prefill", max(steps // 8, 2))):
-        times: dict[str, list[float]] = {"without": [], "off": [], "on": []}
-        for turn in range(turns + 1):
-            order = list(times) if turn % 2 else list(times)[::-1]  # whoever comes first has no advantage of it
-            for way in order:
-                subject = plain if way == "without" else watched
-                if way == "on":
-                    watched.worker.call(watched.worker.experts.start).result()
-                run = subject.steps if phase == "decode" else subject.prefills
-                seconds = run(count)
-                if way == "on":
-                    watched.worker.call(watched.worker.experts.stop).result()
-                if turn:  # the first is a warm-up
-                    times[way].append(seconds)
-        ratios = {way: [a / b - 1 for a, b in zip(times[way], times["without"])] for way in TARGETS}
+
+    def subject(**more: Any) -> Subject:
+        return Subject(prepare(EngineArgs.from_kwargs(**flags, **more)), batch, length)
+
+    watched = subject(expert_distribution_recorder_mode=mode)
+    subjects = {"without": subject(), "again": subject(), "off": watched, "on": watched}
+
+    def run(way: str, ask: Callable[[Subject], Any]) -> Any:
+        experts = watched.worker.experts
+        if way == "on":
+            watched.worker.call(experts.start).result()
+        found = ask(subjects[way])
+        if way == "on":
+            watched.worker.call(experts.stop).result()
+        return found
+
+    times: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    rng = random.Random(1)
+    for turn in range(turns + 1):
+        for way in rng.sample(WAYS, len(WAYS)):  # nobody has an advantage of coming before or after another
+            seconds = run(way, lambda subject: subject.turn(steps, prefills))
+            if turn:  # the first is a warm-up
+                times[way].append(seconds)
+    found: dict[str, Any] = {"model": model, "mode": mode, "batch": batch, "turns": turns, "steps": steps}
+    found["calls"] = {way: run(way, Subject.calls) for way in WAYS}
+    for phase in ("decode", "prefill"):
+        own = {way: [seconds[phase] for seconds in times[way]] for way in WAYS}
+        ratios = {way: [a / b - 1 for a, b in zip(own[way], own[beside])] for way, beside in COMPARED.items()}
         found[phase] = {
-            "seconds": {way: median(own) for way, own in times.items()},
-            "cost": {way: median(own) for way, own in ratios.items()},
+            "seconds": {way: median(own[way]) for way in WAYS},
+            "cost": {way: median(ratios[way]) for way in COMPARED},
+            "error": {way: standard_error(ratios[way]) for way in COMPARED},
         }
-    plain.worker.close()
-    watched.worker.close()
+    for one in {id(one): one for one in subjects.values()}.values():
+        one.worker.close()
     return found
+
+
+def standard_error(values: list[float]) -> float:
+    """Of the median, from the median distance to it, as of normal draws."""
+    middle = median(values)
+    return 1.2533 * 1.4826 * median([abs(value - middle) for value in values]) / len(values) ** 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,27 +146,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=["demo", "moe-390m"], help="`demo`: the embedded model")
     parser.add_argument("--mode", default="stat", choices=("stat", "per_pass", "per_token"))
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=32, help="decode steps of a turn")
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of a turn")
+    parser.add_argument("--prefills", type=int, default=3, help="prefills of a turn")
     report.add_result_options(parser)
     args = parser.parse_args(argv)
 
     lines = []
     for model in args.models:
         for batch in args.batch_size:
-            lines.append(measure(model, args.mode, batch, args.turns, args.steps))
+            lines.append(measure(model, args.mode, batch, args.turns, args.steps, args.prefills))
     rows = [
         [
             line["model"],
             str(line["batch"]),
             phase,
             f"{line[phase]['seconds']['without'] * 1e3:.3f}",
-            *(f"{line[phase]['cost'][way]:+.1%}" for way in TARGETS),
+            *(f"{line[phase]['cost'][way]:+.1%} ± {line[phase]['error'][way]:.1%}" for way in COMPARED),
+            " ".join(str(line["calls"][way]) for way in WAYS) if phase == "decode" else "",
         ]
         for line in lines
         for phase in ("decode", "prefill")
     ]
-    print(report.table(["model", "requests", "step", "ms", "off", "on"], rows))
+    print(report.table(["model", "requests", "step", "ms", *COMPARED, "calls: " + " ".join(WAYS)], rows))
     print("targets: " + ", ".join(f"{way} below {share:.0%}" for way, share in TARGETS.items()))
     if not args.no_json:
         print(report.write_result("recording_cost", {"lines": lines, "targets": TARGETS}, path=args.json))

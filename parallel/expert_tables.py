@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.parallel.placement.placement import ExpertPlacement
-from moe_engine.parallel.placement.replicas import Algorithm, ReplicaChoice
+from moe_engine.parallel.placement.replicas import Algorithm, LayerChoice, ReplicaChoice
 
 
 class CountsByLayer(Protocol):
@@ -78,9 +78,19 @@ class ExpertTables:
         """topk_ids int [T, K] logical -> int32 [T, K] slots."""
         return self._choice.to_physical(layer, topk_ids)
 
-    def update_layer(self, layer: int, table: Sequence[int], counter: CountsByLayer | None = None) -> None:
-        """The layer's slots hold these experts [P] from now on; so does who counts them learn."""
+    def prepare(self, layer: int, table: Sequence[int]) -> LayerChoice:
+        """The greater part of `update_layer`, which can be done before: on any thread."""
+        return self._choice.prepare(layer, table)
+
+    def update_layer(
+        self,
+        layer: int,
+        table: Sequence[int],
+        counter: CountsByLayer | None = None,
+        prepared: LayerChoice | None = None,
+    ) -> None:
+        """The layer's slots hold these experts [P] from now on; so does who counts them learn. `prepared` for them."""
         self._table[layer] = table
-        self._choice.update_layer(layer, self._table[layer])
+        self._choice.update_layer(self.prepare(layer, table) if prepared is None else prepared)
         if counter is not None:
             counter.update_layer(layer, torch.from_numpy(self._table[layer]))

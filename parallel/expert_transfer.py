@@ -1,13 +1,15 @@
 """Experts on the way from slot to slot while steps go on: into spare memory first, into place between two steps.
 
 A *transfer* is one chunk of `placement.moves`: each rank sends and receives at most as many experts as it has spare
-slots. `begin` starts all copies and returns; nothing that a step reads is written. `finish` waits for what is still
-under way and writes the spare slots to their places. Both are called by all ranks between the same two steps.
+slots. `begin` has all copies made in a lane and returns; nothing that a step reads is written. `finish` waits for what
+is still under way and writes the spare slots to their places. Both are called by all ranks between the same two steps.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,9 +20,11 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertWeights, MovableExperts
 from moe_engine.parallel.collectives import PeerLost
+from moe_engine.parallel.overlap import InLine, Lane, Pending
 from moe_engine.parallel.placement.moves import Chunk
 from moe_engine.parallel.topology import RankLists
 
+IN_LINE = InLine()
 Kind = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
@@ -142,20 +146,25 @@ class ExpertTransfer:
         link: of the G ranks, in the order of their experts.
         rank: this rank's place among them.
         slots_per_rank: P / G.
+        lane: where messages and copies into spare memory go on while steps do; steps use another one.
     """
 
-    def __init__(self, memory: SlotMemory, link: Link, rank: int, slots_per_rank: int) -> None:
+    def __init__(self, memory: SlotMemory, link: Link, rank: int, slots_per_rank: int, lane: Lane = IN_LINE) -> None:
+        self.lane = lane
+        self.way_seconds = 0.0
+        """What the last chunk took to arrive here, as the host saw it."""
         self._memory = memory
         self._link = link
         self._rank = rank
         self._per_rank = slots_per_rank
-        self._works: Sequence[Any] = ()
+        self._under_way: Pending[None] | None = None
         self._arrivals: list[_Arrival] = []
 
     def begin(self, chunks: Sequence[Chunk]) -> int:
         """Starts the copies of chunks of different layers. Returns how many experts come to this rank from others."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
+        own: list[tuple[Sequence[Tensor], list[Tensor]]] = []
         received = 0
         for chunk in chunks:
             for copy in chunk.copies:
@@ -165,19 +174,40 @@ class ExpertTransfer:
                     spare = self._memory.take_spare(chunk.layer)
                     self._arrivals.append(_Arrival(chunk.layer, to_slot, spare))
                     if sender == self._rank:
-                        _copy(self._memory.slot(chunk.layer, from_slot), spare)
+                        own.append((self._memory.slot(chunk.layer, from_slot), spare))
                         continue
                     receives += [(sender, part) for part in spare]
                     received += 1
                 elif sender == self._rank:
                     sends += [(receiver, part) for part in self._memory.slot(chunk.layer, from_slot)]
-        self._works = self._link.start(sends, receives)
+        self._under_way = self.lane.run(self._carry, sends, receives, own)
         return received
+
+    def _carry(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        own: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
+    ) -> None:
+        began = time.perf_counter()
+        works = self._link.start(sends, receives)
+        for slot, spare in own:
+            _copy(slot, spare)
+        self._link.wait(works)
+        self.way_seconds = time.perf_counter() - began
+
+    def give_up(self) -> None:
+        """Once ranks were lost: waits until what was under way with them has failed, or has arrived all the same."""
+        with suppress(PeerLost):
+            if self._under_way is not None:
+                self._under_way.wait()
+        self._under_way = None
 
     def finish(self) -> None:
         """Waits for the messages, also for this rank's own, whose slots may now be overwritten; then writes."""
-        self._link.wait(self._works)
-        self._works = ()
+        if self._under_way is not None:
+            self._under_way.wait()
+        self._under_way = None
         for arrival in self._arrivals:
             _copy(arrival.spare, self._memory.slot(arrival.layer, arrival.slot))
             self._memory.give_back(arrival.spare)

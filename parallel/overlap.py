@@ -51,6 +51,23 @@ class ThreadLane:
         return _Future(self._thread.submit(_infer, call, *args))
 
 
+class InLine:
+    """No lane: the owner does it."""
+
+    def run(self, call: Callable[..., Any], *args: Any) -> Pending[Any]:
+        return Done(call(*args))
+
+
+@dataclass(frozen=True)
+class Done:
+    """Implements `Pending`."""
+
+    result: Any
+
+    def wait(self) -> Any:
+        return self.result
+
+
 class _Future:
     def __init__(self, future: Future[Any]) -> None:
         self._future = future

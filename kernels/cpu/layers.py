@@ -10,6 +10,7 @@ import torch
 
 from moe_engine.kernels.attention.protocol import MLALayer
 from moe_engine.kernels.cpu.tensors import ExpertPanels, Panels
+from moe_engine.kernels.experts.counting import CountPlace
 from moe_engine.kernels.experts.protocol import MoELayer
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.cpu import router_struct
@@ -40,6 +41,8 @@ class _MoE(ctypes.Structure):
         *((name, L) for name in ("num_experts", "top_k", "width")),
         ("shared_up", Weight),
         ("shared_down", Weight),
+        ("cell", P),
+        ("first", L),
     ]
 
 
@@ -88,6 +91,12 @@ def moe_layer(layer: MoELayer) -> LayerPointer | None:
         layer.experts.num_experts, layer.router.top_k, layer.experts.width, *map(weight_struct, shared),
     )  # fmt: skip
     return LayerPointer(kind, ctypes.addressof(struct), layer.experts.hidden, (struct, router, layer))
+
+
+def count_choices(layer: LayerPointer, place: CountPlace | None) -> None:
+    """As `CountsChoices.count_choices`, of what `moe_layer` made."""
+    struct: _MoE = layer.keep[0]
+    struct.cell, struct.first = (None, 0) if place is None else (place.cell.address, place.first)
 
 
 def kind_of_weights(weights: list[PreparedLinear]) -> int | None:

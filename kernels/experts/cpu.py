@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.cpu.layers import LayerPointer, moe_layer
+from moe_engine.kernels.cpu.layers import LayerPointer, count_choices, moe_layer
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import ExpertPanels, kind_of, reserve, rows
+from moe_engine.kernels.experts.counting import CountPlace
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights, MoELayer
 
 
@@ -104,6 +105,9 @@ class CpuExperts:
             layer.kind, layer.address, x.data_ptr(), x.stride(0), tokens, hidden, out.data_ptr(), chosen
         )  # fmt: skip
         return out
+
+    def count_choices(self, layer: LayerPointer, place: CountPlace | None) -> None:
+        count_choices(layer, place)
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
         return [weights.data.storage[expert]]

@@ -9,7 +9,7 @@ it, so a layer ends with the norm that the next one (or the head) starts from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import Embedding, Head
+from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_moves, with_sizes
@@ -29,6 +30,9 @@ from moe_engine.models.layers.stages import Stages, take_turns
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.recording.recorder import ExpertRecorder
 
 
 class Decoder:
@@ -46,6 +50,8 @@ class Decoder:
         max_positions: int | None = None,
     ) -> None:
         self.config = config
+        self.passes = 0
+        """Forwards begun so far: the number of the last one, the same on all ranks."""
         self.at_layer = 0
         """The layer that a forward is at, or ended with; for whoever asks where a rank is."""
         self.backends = backends
@@ -89,6 +95,18 @@ class Decoder:
         return ShardedLayer(attention, post, feed_forward, next_norm, moves)
 
     @property
+    def moes(self) -> list[MoE]:
+        """The feed-forwards with experts, in the order of the layers."""
+        return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoE)]
+
+    def record(self, recorder: ExpertRecorder | None) -> None:
+        """Between passes: lets the recorder know what every layer with experts chooses; None: nobody."""
+        for moe in self.moes:
+            moe.record(recorder)
+        if self._stack is not None:
+            self._stack.tells = any(moe.tells for moe in self.moes)
+
+    @property
     def stack(self) -> LayerStack | None:
         """All layers as one call, where the kernels have it."""
         return self._stack
@@ -117,6 +135,7 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""
+        self.passes += 1
         args = self.step_args(batch)
         if self._stack is not None and self._stack.takes(*args):
             return self._stack.forward(*args)
@@ -129,6 +148,7 @@ class Decoder:
 
     def forward_in_turns(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
         """`forward` of parts of a step, each computing while tokens of another are on their way to experts."""
+        self.passes += 1
         return take_turns([self._stages(batch) for batch in batches])
 
     def _stages(self, batch: ForwardBatch) -> Stages:

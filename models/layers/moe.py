@@ -5,7 +5,7 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.experts.counting import CountPlace, CountsChoices
 from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertsKernel, ExpertWeights
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, as_read, numbers_of, read_by_all
@@ -113,23 +114,39 @@ class MoE:
         if self._tables is None:
             self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
+        self._counting = backends.experts if self._whole is not None else None
         self._recorder: ChoiceCounter | None = None
+        self._counted_at: CountPlace | None = None
 
     @property
     def fused(self) -> Any | None:
         """What the kernel runs the whole layer with, where it does so in one call."""
         return None if self._whole is None else self._whole.args[0]
 
-    def record(self, recorder: ExpertRecorder) -> None:
-        """Leaves the choices of every pass, or what arrives here, with the recorder while it counts."""
+    def record(self, recorder: ExpertRecorder | None) -> None:
+        """Lets the recorder know the choices of every pass, or what arrives here, while it counts; None: nobody. They
+        are counted within the call where the layer is one call, and where that will do."""
         self.count(recorder)
-        if recorder.wants_arrivals and isinstance(self._routed, DispatchedExperts):
+        if isinstance(self._counting, CountsChoices):
+            place = None if recorder is None else recorder.count_place(self.layer_index)
+            self._counting.count_choices(self.fused, place)
+            self._counted_at = place
+            if place is not None:
+                self.count(None)
+        if isinstance(self._routed, DispatchedExperts):
+            self._routed.on_arrival = None if recorder is None else self._arrivals_to(recorder)
 
-            def arrived(counts: Tensor) -> None:
-                if recorder.counting:
-                    recorder.on_dispatch(self.layer_index, counts)
+    def _arrivals_to(self, recorder: ExpertRecorder) -> Callable[[Tensor], None] | None:
+        def arrived(counts: Tensor) -> None:
+            if recorder.counting:
+                recorder.on_dispatch(self.layer_index, counts)
 
-            self._routed.on_arrival = arrived
+        return arrived if recorder.wants_arrivals else None
+
+    @property
+    def tells(self) -> bool:
+        """Whether somebody is told the choices. Else nobody wants them, or they are counted where they are made."""
+        return self._recorder is not None
 
     def room_for_choices(self, num_tokens: int) -> Tensor | None:
         """[T, K] int32 for whoever runs the layer whole, to be given back to `chose`; None while nobody counts."""
@@ -141,8 +158,8 @@ class MoE:
         assert self._recorder is not None
         self._recorder.on_select(self.layer_index, ids)
 
-    def count(self, counter: ChoiceCounter) -> None:
-        """Tells it of the choices while it counts."""
+    def count(self, counter: ChoiceCounter | None) -> None:
+        """Tells it of the choices while it counts; None: nobody."""
         self._recorder = counter
 
     @property

@@ -27,6 +27,8 @@ class LayerStack:
         self._fused = fused
         self._max_tokens = backend.max_fused_tokens
         self._moes = [part if isinstance(part, MoE) else None for part in feed_forwards]
+        self.tells = False
+        """Whether layers are asked if somebody is to be told what they choose."""
 
     @classmethod
     def of(cls, backend: Any, embedding: Tensor, first_norm: RMSNorm, layers: Sequence[Any]) -> LayerStack | None:
@@ -53,15 +55,20 @@ class LayerStack:
     def forward(self, batch: ForwardBatch, pieces: Sequence[Piece]) -> Tensor:
         """`Model.forward` of a step that it takes."""
         piece = pieces[0]
-        rooms = [None if moe is None else moe.room_for_choices(batch.num_tokens) for moe in self._moes]
-        choices = None if all(room is None for room in rooms) else rooms
+        rooms = self._rooms(batch.num_tokens) if self.tells else None
         out = self._backend.run_stack(
-            self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, piece.queries, piece.plan, choices
+            self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, piece.queries, piece.plan, rooms
         )
-        for moe, ids in zip(self._moes, rooms):
-            if moe is not None and ids is not None:
-                moe.chose(ids)
+        if rooms is not None:
+            for moe, ids in zip(self._moes, rooms):
+                if moe is not None and ids is not None:
+                    moe.chose(ids)
         return out
+
+    def _rooms(self, num_tokens: int) -> list[Tensor | None] | None:
+        """For the choices of each layer; None while nobody counts."""
+        rooms = [None if moe is None else moe.room_for_choices(num_tokens) for moe in self._moes]
+        return None if all(room is None for room in rooms) else rooms
 
 
 def stacked(layer: Any) -> StackedLayer | None:

@@ -5,7 +5,8 @@ what one of them, the planning rank, sent, so no rank ever acts alone:
 
     counting   until the interval is over; then the ranks sum their counts
     planning   on a thread of the planning rank; every few passes it tells the others whether the plan is there
-    moving     one chunk a pass: it travels into spare slots during the pass and is put in place before the next
+    moving     one chunk a pass, or every few passes where those are short: it travels into spare slots meanwhile, in a
+               lane, where the layer's table is made too; before the next pass both are put in place
 
 Legend: L layers, E logical experts, P slots.
 """
@@ -28,14 +29,17 @@ from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.expert_settings import RebalanceSettings
 from moe_engine.parallel.expert_tables import ExpertTables
 from moe_engine.parallel.expert_transfer import ExpertTransfer
+from moe_engine.parallel.overlap import Done, Pending
 from moe_engine.parallel.placement.balance import balancedness
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
+from moe_engine.parallel.placement.replicas import LayerChoice
 from moe_engine.parallel.placement.survivors import plan_for_survivors
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
+from moe_engine.worker.move_pace import MovePace
 
 logger = logging.getLogger("moe_engine")
 
@@ -95,6 +99,8 @@ class BalanceStats:
     moving_seconds: float = 0.0
     pause_seconds: float = 0.0
     longest_pause: float = 0.0
+    passes_per_move: int = 1
+    """That a chunk is given, as the planning rank has measured before."""
     before: float = 1.0
     """Balancedness of the counted passes, as they were and as planned: of the last plan."""
     after: float = 1.0
@@ -146,8 +152,10 @@ class ExpertBalance:
         self._planning: Future[Plan] | None = None
         self._waiting: deque[deque[Chunk]] = deque()  # layers, and what is left to do in each
         self._under_way: list[Chunk] = []
+        self._prepared: Pending[list[LayerChoice]] = Done([])
         self._last_call: float | None = None
         self._at_start = BalanceStats()
+        self._pace = MovePace()
         self._log("[EPLBManager] system started, will rebalance per %d iterations.", settings.interval)
 
     def between_passes(self) -> None:
@@ -164,6 +172,7 @@ class ExpertBalance:
         """Leaves the stage that it was in, for ranks may have been at different passes of it. Returns the counts since
         the last plan, summed over the ranks that are left, as a plan takes them [L, E]; collective among them."""
         self._planning = None
+        self._transfer.give_up()
         self._waiting.clear()
         self._under_way = []
         self._enter(self._count)
@@ -204,7 +213,8 @@ class ExpertBalance:
         if self._planning is not None and self._planning.done():
             plan = self._planned(self._planning)
             length = len(plan.program)
-        length = int(self._world.broadcast(self._tensor(torch.tensor([length])), self._planning_rank))
+        told = self._tensor(torch.tensor([length, self._pace.passes_per_move]))
+        length, self.stats.passes_per_move = self._world.broadcast(told, self._planning_rank).tolist()
         if not length:
             return
         program = torch.from_numpy(plan.program) if self._plans else torch.zeros(length, dtype=torch.int64)
@@ -226,26 +236,40 @@ class ExpertBalance:
 
     def _move(self) -> None:
         began = self._clock()
-        if self._under_way:
+        if (self._passes - 1) % self.stats.passes_per_move:
+            self._note_pause(began)
+            return
+        moved = bool(self._under_way)
+        if moved:
             self._transfer.finish()
-            for chunk in self._under_way:
-                self._tables.update_layer(chunk.layer, chunk.table, self.counter_of(chunk.layer))
+            for chunk, prepared in zip(self._under_way, self._prepared.wait()):
+                self._tables.update_layer(chunk.layer, chunk.table, self.counter_of(chunk.layer), prepared)
+        way = self._transfer.way_seconds
         active = [self._waiting.popleft() for _ in range(min(self._settings.layers_at_once, len(self._waiting)))]
         self._under_way = [chunks.popleft() for chunks in active]
         self._waiting.extendleft(chunks for chunks in reversed(active) if chunks)
         self.stats.experts_received += self._transfer.begin(self._under_way)
-        self._note_pause(began)
+        self._prepared = self._transfer.lane.run(self._prepare, self._under_way)
+        pause = self._note_pause(began)
+        if moved:
+            self._pace.moved(pause, way)
         if not self._under_way:
             self._ended()
 
-    def _note_pause(self, began: float) -> None:
-        stats, now = self.stats, self._clock()
+    def _prepare(self, chunks: Sequence[Chunk]) -> list[LayerChoice]:
+        return [self._tables.prepare(chunk.layer, chunk.table) for chunk in chunks]
+
+    def _note_pause(self, began: float) -> float:
+        """Which ends now, after so many seconds."""
+        stats, pause = self.stats, self._clock() - began
         if self._last_call is not None:
             stats.moving_seconds += began - self._last_call
             stats.moving_passes += 1
-        stats.pause_seconds += now - began
-        stats.longest_pause = max(stats.longest_pause, now - began)
+            self._pace.passed(began - self._last_call)
+        stats.pause_seconds += pause
+        stats.longest_pause = max(stats.longest_pause, pause)
         self._last_call = began
+        return pause
 
     def _ended(self) -> None:
         stats, start = self.stats, self._at_start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from moe_engine.parallel.recording.recorder import ExpertRecorder
@@ -16,6 +17,8 @@ class ExpertControl:
         recorder: None where nothing can be recorded (no --expert-distribution-recorder-mode, no experts).
         balance: None where experts stay where they are.
         observed: the model whose passes the recorder is told of.
+        observe: puts it, and the recorder, where passes and layers come by (True), or takes them away again: where
+            nobody wants counts, a step is what it is without a recorder.
     """
 
     def __init__(
@@ -23,10 +26,14 @@ class ExpertControl:
         recorder: ExpertRecorder | None = None,
         balance: ExpertBalance | None = None,
         observed: ObservedModel | None = None,
+        observe: Callable[[bool], None] | None = None,
     ) -> None:
         self._recorder = recorder
         self._balance = balance
         self.observed = observed
+        self._observe = observe
+        self._observing = False
+        self._look()
 
     @property
     def recorder(self) -> ExpertRecorder | None:
@@ -40,12 +47,20 @@ class ExpertControl:
         """Records from the next pass on; False where nothing can be recorded."""
         if self._recorder is not None:
             self._recorder.start()
+            self._look()
         return self._recorder is not None
 
     def stop(self) -> bool:
         if self._recorder is not None:
             self._recorder.stop()
+            self._look()
         return self._recorder is not None
+
+    def _look(self) -> None:
+        watching = self.observed is not None and self.observed.is_watching
+        if watching != self._observing and self._observe is not None:
+            self._observing = watching
+            self._observe(watching)
 
     def dump_part(self) -> dict[str, Any] | None:
         """This rank's part, for `merge.write_parts`; None where it has none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from moe_engine.parallel.placement.sources import from_any
 from moe_engine.parallel.recording.config import RecorderConfig
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
+from moe_engine.worker.device_stream import make_lane
 from moe_engine.worker.expert_balance import ExpertBalance, Planner
 from moe_engine.worker.expert_control import ExpertControl
 from moe_engine.worker.expert_recovery import RankRecovery
@@ -78,16 +80,22 @@ def attach_experts(
         return ExpertControl()
     device = runner.stream.device
     recorder = _recorder(config, settings, parallel, device)
-    for layer in layers.values():
-        layer.record(recorder)
     balance = None
     if settings.rebalance is not None and parallel.ep_size > 1:
         recorder.watch()
         balance = _balance(config, settings, parallel, layers, _drafting(mtp), kernel, recorder)
         recorder.start()  # as SGLang does: what it sees can be dumped at any time
-    observed = ObservedModel(runner.model, recorder, balance, log=settings.report_log, speaks=parallel.world_rank == 0)
-    runner.model = observed
-    return ExpertControl(recorder, balance, observed)
+    model: Any = runner.model
+    model.passes = 0  # those of the warm-up, of which ranks may have had different numbers, do not count
+    observed = ObservedModel(model, recorder, balance, log=settings.report_log, speaks=parallel.world_rank == 0)
+
+    def observe(on: bool) -> None:
+        model.record(recorder if on else None)
+        observed.counts_itself = not any(layer.tells for layer in layers.values())
+        recorder.count_in_place(on and observed.counts_itself)
+        runner.model = observed if on else model
+
+    return ExpertControl(recorder, balance, observed, observe)
 
 
 def make_recovery(
@@ -192,7 +200,7 @@ def _balance(
             link = parallel.elastic.link()
         else:
             link = PeerLink(groups, parallel.world_rank, world.timeout_s, world.device)
-        return ExpertTransfer(memory, link, parallel.ep_rank, tables.slots_per_rank)
+        return ExpertTransfer(memory, link, parallel.ep_rank, tables.slots_per_rank, make_lane(recorder.config.device))
 
     return ExpertBalance(
         rebalance,

@@ -5,23 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moe_engine.errors import MoeEngineError
+from moe_engine.kernels.attention.drafting import JudgedChains
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch, Model, TakesTurns
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import LogprobSpec, StepPlan, StepResult, TokenLogprob
+from moe_engine.types import LogprobSpec, Speculation, StepPlan, StepResult, TokenLogprob
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.kv_pool import KVPool
 from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs, token_logprobs
 from moe_engine.worker.mla_form import MLAFormPolicy
+from moe_engine.worker.observed_model import ObservedModel
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows, Sampler
 from moe_engine.worker.shared_step import SharedSteps
@@ -252,8 +255,7 @@ class ModelRunner:
         step.reserve(speculation)
         if not plan.rows:
             return PendingSpeculation.empty(plan.number, [(i, whole.rows[i]) for i in left_out])
-        watched = getattr(self.model, "is_watching", False)
-        judged = step.run_whole(plan, speculation) if sizes is None and not watched else None
+        judged = self._judge_in_one_call(step, plan, speculation) if sizes is None else None
         if judged is not None:
             draft_seconds, model_seconds, follow_seconds = judged.seconds.tolist()
             took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
@@ -296,6 +298,12 @@ class ModelRunner:
         if raw is not None:
             add_logprobs(pending, self.rows.logprobs, self.stream, raw, wanting, verification, accepted, new)
         return pending
+
+    def _judge_in_one_call(
+        self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation
+    ) -> JudgedChains | None:
+        run = partial(step.run_whole, plan, speculation)
+        return self.model.in_one_call(run) if isinstance(self.model, ObservedModel) else run()
 
     def _sample(
         self, plan: StepPlan, logits: Tensor, sampled: SampledRows, prompts: list[PendingPrompt]

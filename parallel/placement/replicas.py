@@ -6,7 +6,7 @@ Legend: L layers, E logical experts, P slots, G ranks, X most copies, T tokens, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,15 @@ def _deal(copies: list[int], per_rank: int, per_node: int, turn: int, ranks: Seq
     return [able[rank][(turn + able[:rank].count(able[rank])) % len(able[rank])] for rank in ranks]
 
 
+class LayerChoice(NamedTuple):
+    """The copies to choose from in a layer, on the host: slots int32 [E, X], or [E, 1] that are chosen already, and how
+    many copies there are, [E]."""
+
+    layer: int
+    slots: Tensor
+    copies: Tensor | None = None
+
+
 class ReplicaChoice:
     """Turns logical expert ids into slots, on the device. Its tensors keep their place when the placement changes.
 
@@ -96,10 +105,10 @@ class ReplicaChoice:
         self._by_layer = [slots.squeeze(-1) for slots in self._slots.unbind(0)]
         self._num_experts, self._num_ranks = placement.num_experts, placement.num_ranks
         for layer, table in enumerate(placement.physical_to_logical):
-            self.update_layer(layer, table)
+            self.update_layer(self.prepare(layer, table))
 
-    def update_layer(self, layer: int, table: ArrayLike) -> None:
-        """Takes over one layer's physical_to_logical [P]; between two steps, when the experts are in their slots.
+    def prepare(self, layer: int, table: ArrayLike) -> LayerChoice:
+        """What `update_layer` needs for one layer's physical_to_logical [P]; on any thread, at any time.
 
         Raises:
             ValueError: an expert has more copies than the placement this was made with could hold.
@@ -109,11 +118,16 @@ class ReplicaChoice:
             slots = placement.logical_to_all_physical[0]
             if slots.shape[1] > self._slots.shape[2]:
                 raise ValueError(f"{slots.shape[1]} copies of an expert; made for {self._slots.shape[2]} at most")
-            self._slots[layer, :-1, : slots.shape[1]].copy_(torch.from_numpy(slots))
-            self._copies[layer, :-1].copy_(torch.from_numpy(np.maximum(placement.num_valid[0], 1)))
-        else:
-            chosen = static_choice(placement, num_nodes=self._num_nodes, first_layer=layer, ranks=[self._rank])[0, 0]
-            self._slots[layer, :-1, 0].copy_(torch.from_numpy(chosen))
+            copies = np.maximum(placement.num_valid[0], 1)
+            return LayerChoice(layer, torch.from_numpy(slots), torch.from_numpy(copies))
+        chosen = static_choice(placement, num_nodes=self._num_nodes, first_layer=layer, ranks=[self._rank])[0, 0]
+        return LayerChoice(layer, torch.from_numpy(chosen)[:, None])
+
+    def update_layer(self, choice: LayerChoice) -> None:
+        """Takes over what was prepared for a layer; between two steps, when the experts are in their slots."""
+        self._slots[choice.layer, :-1, : choice.slots.shape[1]].copy_(choice.slots)
+        if choice.copies is not None:
+            self._copies[choice.layer, :-1].copy_(choice.copies)
 
     def to_physical(self, layer: int, topk_ids: Tensor) -> Tensor:
         """topk_ids [T, K] logical, -1 for none -> int32 [T, K] slots, -1 kept."""

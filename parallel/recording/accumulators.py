@@ -33,17 +33,17 @@ class LogicalMap:
         self._target = torch.where(self.table < 0, self._num_experts, self.table)  # empty slots into a last column
         self._sums = torch.zeros(config.num_layers, config.num_experts + 1, dtype=torch.int32, device=config.device)
         own = torch.arange(config.num_physical, device=config.device)
-        self._identity = config.num_physical == config.num_experts and bool((self.table == own).all())
+        self.is_identity = config.num_physical == config.num_experts and bool((self.table == own).all())
 
     def update_layer(self, layer: int, table: Tensor) -> None:
         """`table` int [P]."""
         self.table[layer] = table.to(self.table.device, torch.int64)
         self._target[layer] = torch.where(self.table[layer] < 0, self._num_experts, self.table[layer])
-        self._identity = False
+        self.is_identity = False
 
     def to_logical(self, physical: Tensor) -> Tensor:
         """Counts int32 [L, P] -> [L, E]; valid until the next call."""
-        if self._identity:
+        if self.is_identity:
             return physical
         return self._sums.zero_().scatter_add_(1, self._target, physical)[:, :-1]
 
@@ -68,23 +68,24 @@ class StatAccumulator:
 
     def __init__(self, config: RecorderConfig) -> None:
         shape = (config.num_layers, config.num_experts)
-        self._buffer = PassBuffer(config.buffer_size, shape, torch.device(config.device))
+        self.buffer = PassBuffer(config.buffer_size, shape, torch.device(config.device))
 
     def add(self, pass_id: int, counts: PassCounts, logical: Tensor) -> None:
-        self._buffer.next_row(pass_id).copy_(logical)
+        self.buffer.next_row().copy_(logical)
+        self.buffer.keep(pass_id)
 
     def passes(self) -> tuple[list[int], Tensor]:
         """Numbers of the passes kept and their counts int32 [S, L, E] of this rank, oldest first."""
-        return self._buffer.pass_ids, self._buffer.rows()
+        return self.buffer.pass_ids, self.buffer.rows()
 
     def total(self) -> Tensor:
-        return self._buffer.total()
+        return self.buffer.total()
 
     def clear_total(self) -> None:
-        self._buffer.clear_total()
+        self.buffer.clear_total()
 
     def reset(self) -> None:
-        self._buffer.reset()
+        self.buffer.reset()
 
 
 class RecordAccumulator:

@@ -20,26 +20,45 @@ class PassBuffer:
 
     def __init__(self, length: int, shape: tuple[int, ...], device: torch.device) -> None:
         self._grows = length == -1
-        self._rows = torch.zeros(FIRST_LENGTH if self._grows else length, *shape, dtype=torch.int32, device=device)
-        self._views = self._rows.unbind(0)
+        # one row more than passes: that of a pass under way, which may come to nothing, is none of those kept
+        self._rows = torch.zeros(FIRST_LENGTH if self._grows else length + 1, *shape, dtype=torch.int32, device=device)
+        self._look()
         self._next = 0
         self._pass_ids: deque[int] = deque(maxlen=None if self._grows else length)
         self._total = torch.zeros(shape, dtype=torch.int64, device=device)
         self._num_totalled = 0  # passes that are in the total
 
-    def next_row(self, pass_id: int) -> Tensor:
-        """The row of a new pass, to be filled; it holds what it held before."""
-        length = len(self._views)
-        if self._next and self._next % length == 0:
-            self.total()
-            if self._grows:
-                self._rows = torch.cat([self._rows, torch.zeros_like(self._rows)])
-                self._views = self._rows.unbind(0)
-                length *= 2
-        row = self._views[self._next % length]
+    def _look(self) -> None:
+        self._views = self._rows.unbind(0)
+        self._addresses = [row.data_ptr() for row in self._views]
+        self.row_bytes = self._views[0].nbytes
+
+    def next_row(self) -> Tensor:
+        """The row of a new pass, to be filled before `keep`; it holds anything."""
+        place = self._next_place()
+        return self._views[place]
+
+    def next_address(self) -> int:
+        """Of `next_row`."""
+        place = self._next_place()
+        return self._addresses[place]
+
+    def keep(self, pass_id: int) -> None:
+        """The row is full."""
         self._next += 1
         self._pass_ids.append(pass_id)
-        return row
+
+    def _next_place(self) -> int:
+        """Among the rows, of which there may be more afterwards."""
+        place = self._next % len(self._views)
+        if place or not self._next:
+            return place
+        self.total()
+        if self._grows:
+            place = len(self._views)
+            self._rows = torch.cat([self._rows, torch.zeros_like(self._rows)])
+            self._look()
+        return place
 
     @property
     def pass_ids(self) -> list[int]:
@@ -48,10 +67,8 @@ class PassBuffer:
 
     def rows(self) -> Tensor:
         """Those of `pass_ids`, in that order; a copy."""
-        length = self._rows.shape[0]
-        if self._next <= length:
-            return self._rows[: self._next].clone()
-        return self._rows.roll(-(self._next % length), dims=0)
+        places = torch.arange(self._next - len(self._pass_ids), self._next, device=self._rows.device)
+        return self._rows[places % len(self._views)]
 
     def total(self) -> Tensor:
         """int64, over all passes since `clear_total`, those overwritten and those before `reset` included.
@@ -70,7 +87,6 @@ class PassBuffer:
     def reset(self) -> None:
         self.total()
         self._rows = self._rows[:FIRST_LENGTH].clone() if self._grows else self._rows
-        self._rows.zero_()
-        self._views = self._rows.unbind(0)
+        self._look()
         self._pass_ids.clear()
         self._next = self._num_totalled = 0

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts.counting import CountCell, CountPlace
 from moe_engine.parallel.recording.config import MAX_TOP_K, RecorderConfig
 
 
 class PassCounts:
     """Filled layer by layer; the same tensors in every pass.
 
-    A layer only leaves its ids here; they are counted once, at the end of the pass, in a handful of operators.
+    A layer counts at its `place` while a pass runs, or only leaves its ids here; they are then counted once, at the end
+    of the pass, in a handful of operators.
     """
 
     def __init__(self, config: RecorderConfig) -> None:
@@ -26,10 +28,14 @@ class PassCounts:
         shape = (config.num_layers, config.num_physical + 1)
         self._all = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._flat = self._all.view(-1)
+        self.cell = CountCell()
+        self._in_place = torch.zeros(config.num_layers, config.num_physical, dtype=torch.int32, device=self._device)
         self.physical = self._all[:, 1:]
         """int32 [L, P], valid between `finish` and the next `begin`."""
         local = config.num_physical // config.ep_size
         self._local = self.physical[:, config.ep_rank * local : (config.ep_rank + 1) * local]
+        self._adds = False
+        """Whether layers have counted in place in the pass that has ended."""
         self._layers: list[int] = []
         self._ids: list[Tensor] = []
         self._room = torch.empty(config.num_layers, 0, config.top_k, dtype=torch.int32, device=self._device)
@@ -43,14 +49,25 @@ class PassCounts:
         self.details: dict[str, Any] = {}
         """Of per_token: what the record says of the batch."""
 
-    def begin(
+    def place(self, layer: int) -> CountPlace:
+        """Where the layer may count its choices itself, in the host's memory: one of [L, P]."""
+        return CountPlace(self.cell, layer * self._in_place.shape[1])
+
+    def begin(self) -> None:
+        """Forgets what was counted."""
+        self._all.zero_()
+        if self._ids:
+            self._layers, self._ids, self._in_room = [], [], 0
+        self.cell.point(self._in_place.data_ptr(), self._in_place.nbytes)
+
+    def end(self) -> None:
+        """What layers do from now on is not of the pass."""
+        self._adds = self.cell.hide()
+
+    def describe(
         self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
     ) -> None:
-        """Forgets what was counted; `input_ids` and `positions` are [T]."""
-        self._all.zero_()
-        self._layers, self._ids, self._in_room = [], [], 0
-        if not self._per_token:
-            return
+        """Of per_token: after `begin`, the batch; `input_ids` and `positions` are [T]."""
         self._topk_ids = torch.full((len(self._all), input_ids.shape[0], MAX_TOP_K), -1, dtype=torch.int32)
         self.details = {
             "input_ids": input_ids.tolist(),
@@ -81,6 +98,9 @@ class PassCounts:
 
     def finish(self) -> None:
         """Counts what the layers left."""
+        if self._adds:
+            self.physical += self._in_place
+            self._adds = False
         if not self._ids:
             return
         if self._in_room == len(self._ids):

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts.counting import CountPlace
 from moe_engine.parallel.recording.accumulators import LogicalMap, RecordAccumulator, StatAccumulator
 from moe_engine.parallel.recording.balance_windows import BalanceWindows
+from moe_engine.parallel.recording.buffers import PassBuffer
 from moe_engine.parallel.recording.config import RecorderConfig
 from moe_engine.parallel.recording.dump_file import RecordingError, write_dump
 from moe_engine.parallel.recording.merge import pack_counts
@@ -33,10 +35,12 @@ class ExpertRecorder:
     """One rank's recorder. All methods run on the thread of the steps, and in inference mode: what is made there cannot
     be changed elsewhere.
 
-    While `counting` is False a layer pays for looking at that attribute and nothing else::
+    Layers count at their `count_place`, where their kernel can; others leave their choices here::
 
         if recorder.counting:
             recorder.on_select(layer_index, topk_ids)
+
+    While nothing is `wanted` neither layers nor passes need know of the recorder (`ExpertControl` sees to that).
 
     Three may want the counts of a pass: the operator, who starts and stops (`recording`); the report of balancedness,
     and the rebalancer (`watch`), both from the beginning on, because their ranks meet at fixed passes. What the
@@ -68,6 +72,8 @@ class ExpertRecorder:
         self._pass_id = -1
         self._in_pass = False
         self._uncounted = False  # the last pass has ended, and what its layers left is not counted yet
+        self._all_in_place = False
+        self._into: PassBuffer | None = None
         self._look()
 
     def _look(self) -> None:
@@ -75,6 +81,17 @@ class ExpertRecorder:
         self.wanted = self.recording or self.config.report_balancedness or self._window is not None
         self.counting = self.wanted and self.config.counts_here
         self._in_pass = False
+        kept = self._kept.buffer if isinstance(self._kept, StatAccumulator) and self.recording else None
+        others = self.config.report_balancedness or self._window is not None
+        alone = self._all_in_place and self._map.is_identity and not others
+        self._into = kept if alone and self.config.counts_here else None
+
+    def count_in_place(self, all_layers: bool) -> None:
+        """Between passes: whether every layer counts at its `count_place` from now on. Where nobody else wants a pass's
+        counts, that place is then its row among those kept, and a pass costs next to nothing."""
+        self._count()
+        self._all_in_place = all_layers
+        self._look()
 
     # -- the operator
 
@@ -157,32 +174,55 @@ class ExpertRecorder:
 
     # -- the runner
 
-    def begin_pass(
-        self,
-        pass_id: int,
-        input_ids: Tensor,
-        positions: Tensor,
-        extend_seq_lens: Sequence[int] | None = None,
-        forward_mode: int = 0,
+    @property
+    def wants_batches(self) -> bool:
+        """Whether `begin_pass` must be followed by `describe_pass`."""
+        return self.config.mode == "per_token"
+
+    def begin_pass(self, pass_id: int) -> None:
+        """Before a forward pass, where `counting`. `pass_id`: its number, the same on all ranks."""
+        if self._uncounted:
+            self._count()
+        self._pass_id, self._in_pass = pass_id, True
+        into = self._into
+        if into is not None:
+            self._counts.cell.point(into.next_address(), into.row_bytes)
+        else:
+            self._counts.begin()
+
+    def describe_pass(
+        self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
     ) -> None:
-        """Before a forward pass, where `counting`.
+        """What the pass that has begun computes.
 
         Args:
-            pass_id: number of the pass, the same on all ranks.
-            input_ids, positions: [T], kept in per_token mode only.
-            extend_seq_lens: new tokens of each request of a prefill, likewise.
+            input_ids, positions: [T].
+            extend_seq_lens: new tokens of each request of a prefill.
             forward_mode: SGLang's number: 1 extend, 2 decode, 3 mixed, 4 idle.
         """
-        self._count()
-        self._pass_id, self._in_pass = pass_id, True
-        self._counts.begin(input_ids, positions, extend_seq_lens, forward_mode)
+        self._counts.describe(input_ids, positions, extend_seq_lens, forward_mode)
+
+    def drop_pass(self) -> None:
+        """There was none after all."""
+        self._in_pass = False
+        self._counts.cell.hide()
 
     def end_pass(self) -> None:
         """After a forward pass. Nothing is kept if none began: recording started within it.
 
         What the layers left is counted later, between two steps: here kernels would wait for it, in the middle of one.
         """
-        self._uncounted, self._in_pass = self._in_pass, False
+        was_begun, self._in_pass = self._in_pass, False
+        into = self._into
+        if into is not None:
+            has_counted = self._counts.cell.hide()
+            if was_begun:
+                if not has_counted:  # no layer had a token
+                    into.next_row().zero_()
+                into.keep(self._pass_id)
+            return
+        self._uncounted = was_begun
+        self._counts.end()
         if self.config.report_balancedness:  # also where others count: all ranks meet here
             self._count()
             self.balance.add(self._pass_id, self._all_reduce(self._counts.physical.clone()))
@@ -207,6 +247,10 @@ class ExpertRecorder:
             self._window += logical
 
     # -- the MoE layers
+
+    def count_place(self, layer_index: int) -> CountPlace | None:
+        """Where the layer may count itself, which is then told of nothing; None where more is wanted of it."""
+        return self._counts.place(layer_index) if self._by_router and not self.wants_batches else None
 
     def room_for(self, num_tokens: int) -> Tensor:
         """int32 [T, K] that a layer may fill and give to `on_select`, where `counting`."""
@@ -234,3 +278,4 @@ class ExpertRecorder:
         """Between passes: a layer's slots hold other experts from now on, int [P]."""
         self._count()
         self._map.update_layer(layer_index, physical_to_logical)
+        self._look()

@@ -73,6 +73,7 @@ def alone(skewed: Path, prompts: list[list[int]]) -> tuple[list[torch.Tensor], n
     """Logits of each step and counts [S, L, E], of one rank."""
     loaded = load(Case(skewed, Topology(), ExpertSettings(recorder_mode="stat", buffer_size=STEPS)), SINGLE)
     loaded.control.start()
+    loaded.look()
     counts = []
     logits = []
     for prompt in prompts:

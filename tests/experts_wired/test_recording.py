@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
@@ -68,8 +69,8 @@ def run(worker: Worker, steps: list[StepPlan]) -> list[list[list[int]]]:
 
 def spy_on_routers(worker: Worker, seen: Choices) -> None:
     """Notes what each layer's router says in its own call, apart from what a recorder is told."""
-    worker.runner.model._model._stack = None  # type: ignore[attr-defined]
-    layers = moe_layers(worker.runner.model._model)  # type: ignore[attr-defined]
+    worker.runner.model._stack = None  # type: ignore[attr-defined]
+    layers = moe_layers(worker.runner.model)
     first = min(layers)
     for index, layer in layers.items():
 
@@ -108,7 +109,8 @@ def test_a_worker_records_what_its_routers_choose(
 ) -> None:
     flags = {"expert_distribution_recorder_buffer_size": 8, "expert_distribution_recorder_mode": mode}
     worker, twin = (make_worker(checkpoint, tmp_path, row, monkeypatch, **flags) for _ in range(2))
-    layers = moe_layers(worker.runner.model._model)  # type: ignore[attr-defined]
+    num_layers = worker.runner.model.config.num_layers  # type: ignore[attr-defined]
+    layers = moe_layers(worker.runner.model)
     assert all((layer.fused is not None) == (row == "cpu") for layer in layers.values())
     steps = plans(PROMPTS, 3)
     seen: Choices = []
@@ -120,7 +122,6 @@ def test_a_worker_records_what_its_routers_choose(
     worker.call_all("stop_experts").result()
     run(worker, [StepPlan(9, finished_rows=[0, 1, 2]), steps[0]])
     (view,) = worker.call_all("view_experts").result()
-    num_layers = worker.runner.model._model.config.num_layers  # type: ignore[attr-defined]
     expected = [counted(choices, num_layers) for choices in seen[: len(steps)]]
     assert view["counts"] == sum(expected).tolist() and not view["recording"]
     content = dump(worker, tmp_path)
@@ -150,8 +151,8 @@ def test_drafts_are_not_recorded_and_change_nothing(
     """A model with an MTP layer in front of it and copies of its experts: the target's passes alone count."""
     flags = {"expert_distribution_recorder_mode": "stat", "ep_num_redundant_experts": 3}
     worker = make_worker(checkpoint, tmp_path, "cpu", monkeypatch, speculative_algorithm="NEXTN", **flags)
-    assert isinstance(worker.runner.model, ObservedModel)
     worker.call_all("start_experts").result()
+    assert isinstance(worker.runner.model, ObservedModel)
     run(worker, plans(PROMPTS, 2))
     counts = dump(worker, tmp_path)["logical_count"]
     num_layers = worker.runner.model._model.config.num_layers  # type: ignore[attr-defined]
@@ -159,6 +160,83 @@ def test_drafts_are_not_recorded_and_change_nothing(
     assert counts.shape[1:] == (num_layers, EXPERTS)
     assert counts.sum((1, 2))[:4].tolist() == [sum(PROMPTS) * TOP_K * len(moe), *[3 * TOP_K * len(moe)] * 2, 0]
     worker.close()
+
+
+Attached = tuple[Any, list[Any], bool]
+
+
+def attached(worker: Worker) -> Attached:
+    """All that a step could come by: the model run, who is told in each layer and where it counts, the stack's own."""
+    model: Any = worker.runner.model
+    decoder = model._model if isinstance(model, ObservedModel) else model
+    told = [(moe._recorder, moe._counted_at, moe._routed.__dict__.get("on_arrival")) for moe in decoder.moes]
+    return type(model), told, decoder.stack is not None and decoder.stack.tells
+
+
+def calls_of_a_step(worker: Worker, step: StepPlan) -> Counter[Any]:
+    """Python functions that the thread of the steps calls, by code; those of C among them, by name."""
+    seen: Counter[Any] = Counter()
+
+    def note(frame: Any, event: str, function: Any) -> None:
+        if event == "call":
+            seen[frame.f_code] += 1
+        elif event == "c_call":
+            seen[function.__qualname__] += 1
+
+    def step_watched() -> None:
+        sys.setprofile(note)
+        try:
+            worker.runner.execute(step)
+        finally:
+            sys.setprofile(None)
+
+    worker.call(step_watched).result()
+    return seen
+
+
+@pytest.mark.parametrize("row", ["torch", "cpu"])
+@pytest.mark.parametrize("mode", ["stat", "stat_approx", "per_pass", "per_token"])
+def test_off_is_what_it_is_without_a_recorder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, row: str
+) -> None:
+    plain = make_worker(checkpoint, tmp_path, row, monkeypatch)
+    worker = make_worker(checkpoint, tmp_path, row, monkeypatch, expert_distribution_recorder_mode=mode)
+    steps = plans(PROMPTS, 3)
+    nothing = attached(plain)
+    assert attached(worker) == nothing
+    for each in (plain, worker):
+        run(each, steps[:2])
+    want = calls_of_a_step(plain, steps[2])
+    assert calls_of_a_step(worker, steps[2]) == want, "before the first start"
+    worker.call_all("start_experts").result()
+    assert attached(worker) != nothing
+    run(worker, steps[3:])
+    worker.call_all("stop_experts").result()
+    assert attached(worker) == nothing
+    run(worker, [StepPlan(9, finished_rows=[0, 1, 2]), *steps[:2]])
+    assert calls_of_a_step(worker, steps[2]) == want, "after the stop"
+    for each in (plain, worker):
+        each.close()
+
+
+@pytest.mark.parametrize("mode", ["stat", "per_pass"])
+def test_what_recording_costs_a_fused_step_does_not_grow_with_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    more = []
+    for num_layers in (3, 6):
+        path = make_checkpoint(
+            "deepseek_v3", tmp_path / str(num_layers), 8, tokenizer=False, num_hidden_layers=num_layers
+        )
+        worker = make_worker(path, tmp_path, "cpu", monkeypatch, expert_distribution_recorder_mode=mode)
+        steps = plans(PROMPTS, 4)
+        run(worker, steps[:2])
+        off = calls_of_a_step(worker, steps[2])
+        worker.call_all("start_experts").result()
+        run(worker, steps[3:4])
+        more.append((calls_of_a_step(worker, steps[4]) - off).total())
+        worker.close()
+    assert 0 < more[0] == more[1] < 60, "nothing is called for a layer"
 
 
 def test_without_the_flag_nothing_is_attached(

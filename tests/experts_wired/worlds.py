@@ -47,6 +47,11 @@ class Loaded:
     mtp: Any
     parallel: ParallelContext
     control: ExpertControl
+    runner: Any
+
+    def look(self) -> None:
+        """The model as it is run now: whether passes are observed may have changed."""
+        self.stepper.model = self.runner.model
 
     def sizes_of(self, batch: Any) -> StepSizes | None:
         parallel = self.parallel
@@ -73,8 +78,9 @@ def load(case: Case, parallel: ParallelContext) -> Loaded:
         stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.kv[0].shape[0], torch.float32)
     runner: Any = SimpleNamespace(model=model, stream=SimpleNamespace(device=torch.device("cpu")))
     control = attach_experts(runner, config, case.settings, parallel, backends.experts, mtp)
-    stepper.model = runner.model
-    return Loaded(stepper, mtp, parallel, control)
+    loaded = Loaded(stepper, mtp, parallel, control, runner)
+    loaded.look()
+    return loaded
 
 
 def context_of(topology: Topology, rank: int) -> ParallelContext:
@@ -90,6 +96,7 @@ def run_placed(rank: int, cases: list[Case], seed: int) -> list[tuple[int, scrip
         loaded = load(case, context_of(case.topology, rank))
         if case.settings.recorder_mode:
             loaded.control.start()
+            loaded.look()
         results.append((loaded.parallel.attn_dp_rank, *run_script(loaded, seed), loaded.control.dump_part()))
     return results
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.cpu import CpuMLA
 from moe_engine.kernels.attention.protocol import AttentionBatch, FusedMLA, MLALayer, PagedQueries
 from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.experts.counting import CountCell, CountPlace, CountsChoices
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.experts.protocol import ExpertWeights, FusedMoE, MoELayer
 from moe_engine.kernels.experts.reference import TorchExperts
@@ -145,6 +146,42 @@ def test_moe_layer(
     assert torch.equal(kernel.run_layer(fused, x), want)
     chosen = torch.empty_like(ids)
     assert torch.equal(kernel.run_layer(fused, x, chosen), want) and torch.equal(chosen, ids)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 70])
+def test_moe_layers_count_what_they_choose(library: Library, tokens: int) -> None:
+    """Two layers behind one cell: where it points, from their first number on, and only while it points."""
+    kernel, cell = CpuExperts(library), CountCell()
+    assert isinstance(kernel, CountsChoices)
+    router = ROUTERS[1]
+    layers = [_moe_layer(library, router, torch.float32, 32) for _ in range(2)]
+    fused = [kernel.fuse(layer) for layer in layers]
+    x = normal(tokens, HIDDEN, dtype=torch.float32)
+    want = [kernel.run_layer(each, x) for each in fused]
+    counts = torch.ones(3, router.num_experts, dtype=torch.int32)
+    for number, each in enumerate(fused):
+        kernel.count_choices(each, CountPlace(cell, (number + 1) * router.num_experts))
+    assert all(torch.equal(kernel.run_layer(each, x), out) for each, out in zip(fused, want))
+    assert bool((counts == 1).all()), "it points nowhere"
+    cell.point(counts.data_ptr(), 0)
+    for _ in range(2):
+        assert all(torch.equal(kernel.run_layer(each, x), out) for each, out in zip(fused, want))
+    kernel.count_choices(fused[0], None)
+    kernel.run_layer(fused[0], x)
+    for number, layer in enumerate(layers):
+        ids = CpuOps(library).route(x, layer.gate, layer.bias, router)[1]
+        chosen = torch.bincount(ids.flatten().long(), minlength=router.num_experts)
+        assert counts[number + 1].tolist() == (1 + 2 * chosen).tolist()
+    assert bool((counts[0] == 1).all())
+    kernel.count_choices(fused[0], CountPlace(cell, 0))
+    cell.point(counts.data_ptr(), counts[:2].nbytes)
+    before = counts[2].tolist()
+    kernel.run_layer(fused[0], x)
+    assert cell.hide() and not bool(counts[1].any()) and int(counts[0].sum()) == tokens * router.top_k, "cleared first"
+    kernel.run_layer(fused[0], x)
+    assert counts[2].tolist() == before and int(counts[0].sum()) == tokens * router.top_k, "hidden"
+    cell.point(counts.data_ptr(), counts.nbytes)
+    assert not cell.hide(), "nobody has counted"
 
 
 def test_moe_layer_declines_weights_of_other_rows(library: Library) -> None:

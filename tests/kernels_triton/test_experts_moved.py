@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from queue import SimpleQueue
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from moe_engine.kernels.quantization import reference
 from moe_engine.parallel.expert_tables import ExpertTables
 from moe_engine.parallel.expert_transfer import ExpertTransfer, SlotMemory
 from moe_engine.parallel.experts import FusedLocalExperts
+from moe_engine.parallel.overlap import ThreadLane
 from moe_engine.parallel.placement.moves import plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 
@@ -24,7 +27,7 @@ class Mailbox:
     """What lies between the ranks: a message arrives when its receiver waits for it."""
 
     def __init__(self) -> None:
-        self.messages: dict[tuple[int, int], list[Tensor]] = {}
+        self.messages = {(sender, receiver): SimpleQueue() for sender in range(RANKS) for receiver in range(RANKS)}
 
 
 class Link:
@@ -36,12 +39,12 @@ class Link:
     def start(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         for peer, part in sends:
             assert part.is_contiguous()
-            self._box.messages.setdefault((self._rank, peer), []).append(part.clone())
+            self._box.messages[self._rank, peer].put(part.clone())
         return list(receives)
 
     def wait(self, works: list[tuple[int, Tensor]]) -> None:
         for peer, part in works:
-            part.copy_(self._box.messages[(peer, self._rank)].pop(0))
+            part.copy_(self._box.messages[peer, self._rank].get(timeout=60.0))
 
 
 def _load(weights, slot: int, parts) -> None:
@@ -73,7 +76,7 @@ def test_no_token_notices_that_experts_move(kind: str) -> None:
         for slot, expert in enumerate(table.held(0)):
             _load(own, slot, experts[expert])
     transfers = [
-        ExpertTransfer(SlotMemory(kernel, {0: own}, 1), Link(box, rank), rank, SLOTS)  # type: ignore[arg-type]
+        ExpertTransfer(SlotMemory(kernel, {0: own}, 1), Link(box, rank), rank, SLOTS, ThreadLane())  # type: ignore[arg-type]
         for rank, own in enumerate(weights)
     ]
     x, topk_weights = torch.randn(5, HIDDEN).bfloat16(), torch.rand(5, 2)
@@ -97,5 +100,5 @@ def test_no_token_notices_that_experts_move(kind: str) -> None:
         for table in tables:
             table.update_layer(0, chunk.table)
     check()
-    assert received >= 2 and not any(box.messages.values())
+    assert received >= 2 and all(messages.empty() for messages in box.messages.values())
     assert all(sorted(table.held(0)) == sorted(NEW[0][r * SLOTS : (r + 1) * SLOTS]) for r, table in enumerate(tables))

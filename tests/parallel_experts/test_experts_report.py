@@ -37,7 +37,9 @@ def record(folder: Path, mode: str, passes: list[torch.Tensor], rank: int = 0, f
     recorder = ExpertRecorder(config, physical_to_logical=torch.from_numpy(PLACEMENT.physical_to_logical.copy()))
     recorder.start()
     for number, ids in enumerate(passes, first):
-        recorder.begin_pass(number, torch.zeros(len(ids)), torch.zeros(len(ids)))
+        recorder.begin_pass(number)
+        if recorder.wants_batches:
+            recorder.describe_pass(torch.zeros(len(ids)), torch.zeros(len(ids)), None, 2)
         for layer in (1, 2):
             recorder.on_select(layer, ids)
         recorder.end_pass()

@@ -105,7 +105,7 @@ def test_the_page_shows_what_a_recorder_says(tmp_path):
     answers: list[object] = [recorder.snapshot(), 401]
     recorder.start()
     for number, chosen in enumerate(([[0, 1], [0, 2]], [[3, 0]])):
-        recorder.begin_pass(number, torch.zeros(2), torch.zeros(2))
+        recorder.begin_pass(number)
         recorder.on_select(1, torch.tensor(chosen))
         recorder.end_pass()
         answers.append(recorder.snapshot())

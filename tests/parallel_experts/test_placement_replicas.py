@@ -91,7 +91,7 @@ def test_tables_follow_the_moves_in_place(algorithm):
     tables = old.physical_to_logical.copy()
     ids = torch.arange(10, dtype=torch.int32).repeat(6, 1)
     for chunk in plan_moves(old, new):
-        choice.update_layer(chunk.layer, chunk.table)
+        choice.update_layer(choice.prepare(chunk.layer, chunk.table))
         tables[chunk.layer] = chunk.table
         expected = ReplicaChoice(ExpertPlacement(tables, 10, 5), 1, algorithm)
         for layer in range(2):

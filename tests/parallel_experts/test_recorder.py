@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,9 @@ def draw_pass(generator: torch.Generator, num_physical: int = EXPERTS) -> dict[i
 def run_pass(recorder: ExpertRecorder, number: int, choices: dict[int, Tensor], mode: int = 1) -> None:
     tokens = len(next(iter(choices.values())))
     ids = torch.arange(tokens) + 100 * number
-    recorder.begin_pass(number, ids, torch.arange(tokens), [tokens], mode)
+    recorder.begin_pass(number)
+    if recorder.wants_batches:
+        recorder.describe_pass(ids, torch.arange(tokens), [tokens], mode)
     for layer, topk_ids in choices.items():
         recorder.on_select(layer, topk_ids)
     recorder.end_pass()
@@ -126,7 +129,7 @@ def test_start_stop_and_passes_that_do_not_count(tmp_path, caplog):
     recorder.start()
     recorder.end_pass()  # began before the start
     run_pass(recorder, 5, choices)
-    recorder.begin_pass(6, torch.zeros(1), torch.zeros(1))
+    recorder.begin_pass(6)
     recorder.on_select(1, choices[1])  # a pass that failed: no end
     run_pass(recorder, 7, choices)
     recorder.stop()
@@ -320,6 +323,92 @@ def test_counts_beyond_two_bytes_and_a_full_ring_on_one_of_two_ranks(tmp_path):
     assert counts[:, 1, 0].tolist() == [160_000, 80_000], "passes 1 and 2, the last one of a single rank"
 
 
+class Cell(ctypes.Structure):
+    _fields_ = [("counts", ctypes.POINTER(ctypes.c_int32)), ("unclear", ctypes.c_int64)]
+
+
+def count_in_place(recorder: ExpertRecorder, choices: dict[int, Tensor]) -> None:
+    """As a kernel does: adds to the numbers behind the pointer that it finds, if any, and clears them first."""
+    for layer, topk_ids in choices.items():
+        place = recorder.count_place(layer)
+        assert place is not None
+        cell = ctypes.cast(place.cell.address, ctypes.POINTER(Cell)).contents
+        if cell.counts:
+            ctypes.memset(cell.counts, 0, cell.unclear)
+            cell.unclear = 0
+            for expert in topk_ids.flatten().tolist():
+                cell.counts[place.first + expert] += 1
+
+
+@pytest.mark.parametrize("buffer_size", [1, 4, -1])
+@torch.inference_mode()
+def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
+    """All layers count themselves. Passes that came to nothing, also in the middle, are none and spoil none."""
+    recorder = ExpertRecorder(config_for(tmp_path, buffer_size=buffer_size))
+    recorder.start()
+    recorder.count_in_place(True)
+    generator = torch.Generator().manual_seed(71)
+    passes = [draw_pass(generator) if number % 5 else {} for number in range(300 if buffer_size < 0 else 11)]
+    for number, choices in enumerate(passes):
+        recorder.begin_pass(number)
+        count_in_place(recorder, choices)
+        recorder.end_pass()
+        count_in_place(recorder, passes[1])
+        recorder.begin_pass(number + 1)
+        count_in_place(recorder, passes[2])  # and breaks off
+        if number % 3:
+            recorder.drop_pass()
+    expected = [counted(choices) for choices in passes]
+    assert recorder.snapshot()["counts"] == sum(expected).tolist()
+    part = recorder.dump_part()
+    assert part is not None
+    kept = len(passes) if buffer_size < 0 else buffer_size
+    assert part["pass_ids"] == list(range(len(passes)))[-kept:]
+    assert sum_parts([part])["logical_count"].tolist() == np.stack(expected[-kept:]).tolist()
+    recorder.count_in_place(False)
+    run_pass(recorder, 400, passes[1])
+    recorder.count_in_place(True)
+    recorder.begin_pass(401)
+    count_in_place(recorder, passes[2])
+    recorder.end_pass()
+    recorder.update_layer(1, torch.arange(EXPERTS).flip(0))  # other experts: what is counted is no longer what is kept
+    recorder.begin_pass(402)
+    count_in_place(recorder, {1: passes[1][1].new_tensor([[0]])})
+    recorder.end_pass()
+    assert recorder.snapshot()["counts"][1][EXPERTS - 1] > 0
+    found = [counted(passes[1]), counted(passes[2]), counted({1: torch.tensor([[EXPERTS - 1]])})][-kept:]
+    assert counts_of(recorder)[: len(found)].tolist() == np.stack(found).tolist()
+
+
+@pytest.mark.parametrize("mode", ["stat", "per_pass"])
+def test_layers_that_count_themselves(tmp_path, mode):
+    """Some do, others leave their choices; between passes, and in a pass that was none, nothing is counted."""
+    recorder = ExpertRecorder(config_for(tmp_path, mode, buffer_size=3))
+    generator = torch.Generator().manual_seed(70)
+    passes = [draw_pass(generator) for _ in range(3)]
+    count_in_place(recorder, passes[0])
+    recorder.start()
+    for number, choices in enumerate(passes):
+        recorder.begin_pass(9)
+        count_in_place(recorder, passes[2])
+        recorder.drop_pass()
+        count_in_place(recorder, passes[1])
+        recorder.begin_pass(number)
+        count_in_place(recorder, {1: choices[1]})
+        recorder.on_select(3, choices[3])
+        recorder.end_pass()
+        count_in_place(recorder, passes[0])
+    dump = dumped(tmp_path, recorder)
+    found = dump["logical_count"] if mode == "stat" else [r["global_physical_count"] for r in dump["records"]]
+    assert [counts.tolist() for counts in found] == [counted(choices).tolist() for choices in passes]
+
+
+def test_who_must_be_told(tmp_path):
+    """per_token keeps the ids themselves, stat_approx what arrives."""
+    told = [config_for(tmp_path, "per_token"), config_for(tmp_path, "stat_approx", source="dispatcher")]
+    assert [ExpertRecorder(config).count_place(1) for config in told] == [None, None]
+
+
 @pytest.mark.parametrize("mode", ["stat", "per_token"])
 def test_halves_that_take_turns_are_one_pass(tmp_path, mode):
     """Each layer runs for some of the tokens, then for the others, of which there are fewer."""
@@ -328,7 +417,9 @@ def test_halves_that_take_turns_are_one_pass(tmp_path, mode):
     first, second = (draw_pass(torch.Generator().manual_seed(60 + half)) for half in range(2))
     both = {layer: torch.cat([first[layer], second[layer]]) for layer in MOE_LAYERS}
     tokens = len(both[1])
-    recorder.begin_pass(0, torch.zeros(tokens), torch.zeros(tokens))
+    recorder.begin_pass(0)
+    if recorder.wants_batches:
+        recorder.describe_pass(torch.zeros(tokens), torch.zeros(tokens), [tokens], 1)
     for layer in MOE_LAYERS:
         recorder.on_select(layer, first[layer])
         recorder.on_select(layer, second[layer])
@@ -402,7 +493,7 @@ def test_what_the_dispatcher_reports(tmp_path):
         )
         recorder = ExpertRecorder(config)
         recorder.start()
-        recorder.begin_pass(0, torch.zeros(3), torch.zeros(3))
+        recorder.begin_pass(0)
         recorder.on_select(1, torch.zeros(3, TOP_K, dtype=torch.int32))
         recorder.on_dispatch(1, torch.tensor([rank + 1, 0, 5]))
         recorder.end_pass()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_engine.models.demo import CHECKPOINT_DIR
+from moe_engine.parallel.recording.merge import unpack_counts
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 
@@ -88,6 +89,29 @@ def test_the_same_drafts(demo: Ways) -> None:
         plain = [answer.token_ids for answer in demo.engine.run(script, speculation=None).values()]
         exact = demo.engine.config.dtype == "float32"
         assert not exact or [tokens for tokens, _ in whole[0]] == plain, "drafts changed an answer"
+
+
+def test_steps_in_one_call_are_recorded(tmp_path: Path) -> None:
+    """Nothing is unfused for it, and the model's passes are counted as they are part by part."""
+    ways = Ways(CHECKPOINT_DIR, tmp_path, "float32", expert_distribution_recorder_mode="stat")
+    try:
+        if not ways._layers.fuses_drafts:
+            pytest.skip("no kernel here drafts whole chains (no C++ compiler)")
+        found = []
+        for way in ("whole", "parts"):
+            ways.engine.worker.call_all("start_experts").result()
+            before = ways.num_whole
+            answers = ways.run(way, _script(3, 0.8))
+            assert (ways.num_whole > before) == (way == "whole")
+            (part,) = ways.engine.worker.call_all("dump_experts").result()
+            counts = unpack_counts(part)
+            assert part["pass_ids"] == list(range(part["pass_ids"][0], part["pass_ids"][0] + len(counts)))
+            assert counts.any(axis=(1, 2)).all(), "a pass without a choice"
+            found.append((answers, counts.tolist()))
+            ways.engine.worker.call_all("stop_experts").result()
+        assert found[0] == found[1]
+    finally:
+        ways.engine.close()
 
 
 @pytest.mark.parametrize("demo", ["float32"], indirect=True)

@@ -39,7 +39,7 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
 }
 
 // x [T, D] -> out [T, D]: the routed experts, and the shared one if there is any. `chosen` [T, K], where not null, gets
-// the router's choices.
+// the router's choices; they are counted where the layer says.
 API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_t ldx, int64_t tokens, int64_t hidden,
                        void* out, int32_t* chosen) {
   const MoELayer& l = *layer;
@@ -47,6 +47,7 @@ API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_
   float* weights = static_cast<float*>(arrays.take(tokens * l.top_k * 4));
   int32_t* ids = chosen != nullptr ? chosen : static_cast<int32_t*>(arrays.take(tokens * l.top_k * 4));
   moe_route(is_bf16, x, ldx, tokens, hidden, l.gate, l.bias, l.router, weights, ids);
+  if (l.cell != nullptr && l.cell->counts != nullptr) l.cell->count(l.first, ids, tokens * l.top_k);
   const bool shared = l.shared_up.panels != nullptr;
   if (shared)
     moe_mlp(is_bf16, x, ldx, tokens, hidden, l.shared_down.in, l.shared_up.panels, l.shared_down.panels, hidden,

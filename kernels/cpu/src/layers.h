@@ -20,12 +20,26 @@ struct MLALayer {
   float eps, scale;
 };
 
+// Where all layers count what they choose now; null: nowhere. The first one clears what is said to be unclear, in bytes.
+struct CountCell {
+  int32_t* counts;
+  int64_t unclear;
+
+  void count(int64_t first, const int32_t* ids, int64_t number) {
+    if (unclear != 0) std::memset(counts, 0, size_t(unclear));
+    unclear = 0;
+    for (int64_t i = 0; i < number; i++) counts[first + ids[i]]++;
+  }
+};
+
 struct MoELayer {
   const float *gate, *bias;
   const Router* router;
   const void* experts;
   int64_t num_experts, top_k, width;
   Weight shared_up, shared_down;  // of the shared expert; panels null: there is none
+  CountCell* cell;                // null: nobody counts
+  int64_t first;                  // the place of expert 0 behind its counts
 };
 
 // One block of scratch memory, cut into arrays.

@@ -1,0 +1,44 @@
+"""Moves cost the same part of a step, be it short or long, and a chunk has the time that its way takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_engine.worker.move_pace import MAX_PASSES, MAX_SHARE, MovePace
+
+
+def pace(step: float, pause: float, way: float) -> MovePace:
+    made = MovePace()
+    for _ in range(5):
+        made.passed(step)
+        made.moved(pause, way)
+    return made
+
+
+def test_every_pass_until_something_is_known() -> None:
+    made = MovePace()
+    assert made.passes_per_move == 1
+    made.passed(0.01)
+    assert made.passes_per_move == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "pause", "way", "passes"),
+    [
+        (0.050, 0.001, 0.020, 1),  # a large model
+        (0.050, 0.001, 0.120, 3),  # over a slow network: nobody waits for it
+        (0.001, 0.0001, 0.0005, 3),  # a small one: the pause alone is 10 % of a step
+        (0.001, 0.010, 0.0, MAX_PASSES),  # it must end some time
+    ],
+)
+def test_passes_of_a_move(step: float, pause: float, way: float, passes: int) -> None:
+    found = pace(step, pause, way).passes_per_move
+    assert found == passes
+    assert found == MAX_PASSES or (pause <= MAX_SHARE * step * found and way <= step * found)
+
+
+def test_a_pass_after_a_silence_says_nothing() -> None:
+    made = pace(0.010, 0.001, 0.002)
+    before = made.passes_per_move
+    made.passed(60.0)
+    assert made.passes_per_move == before == 3
