@@ -220,12 +220,15 @@ class Hub:
         options = RankGroupOptions(3, lambda: None, num_groups=3, coverage=Coverage(4, 4))
         self.hub = rank_hub.RankHub(None, options, Mock(board_path=folder / "board"))
         self.told: list[Survivors] = []
+        self.busy: dict[int, Future[Any]] = {}
+        """What ranks are asked that do not answer."""
         self.links = [self._link(rank, f"ipc://{folder}/ranks") for rank in range(3)]
 
     def _link(self, rank: int, address: str) -> RankLink:
         def run(method: str) -> Future[Any]:
-            answer: Future[Any] = Future()
-            answer.set_result(f"{method} of {rank}")
+            answer: Future[Any] = self.busy.get(rank, Future())
+            if rank not in self.busy:
+                answer.set_result(f"{method} of {rank}")
             return answer
 
         hello, limits = rank_messages.Hello(rank, "here", 100 + rank), WatchLimits(silent=60.0)
@@ -277,6 +280,16 @@ def test_any_rank_asks_all_others(hub: Hub) -> None:
     hub.hub._watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
     until(lambda: len(hub.told) == 2, "the ranks were not told")
     assert hub.links[1].ask_others(1, "view").result(30) == ["view of 2"]
+
+
+def test_what_the_others_have_told_is_not_lost_with_one_that_did_not_answer(hub: Hub) -> None:
+    hub.hub.start()
+    hub.busy[2] = Future()
+    asked = hub.links[0].ask_others(0, "dump")
+    with pytest.raises(TimeoutError):
+        asked.result(0.3)
+    hub.hub._watch.died(2, "DP2 TP2 (pid 102) was killed by SIGKILL")
+    assert asked.result(30) == ["dump of 1"]
 
 
 # -- steps
