@@ -57,6 +57,11 @@ class ObservedModel:
         """Whether every pass must come by here: a replayed one tells nobody what was chosen, and lets nothing move."""
         return self._recorder.wanted or self._balance is not None
 
+    @property
+    def at_layer(self) -> int | None:
+        """As of the model, where it tells."""
+        return getattr(self._model, "at_layer", None)
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         self._begin([batch])
         hidden = self._model.forward(batch)

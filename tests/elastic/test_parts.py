@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.engine import messages
+from moe_engine.engine import core, messages
 from moe_engine.engine.ranks import hub as rank_hub
 from moe_engine.engine.ranks import messages as rank_messages
 from moe_engine.engine.ranks.link import RankLink
@@ -29,7 +29,8 @@ from moe_engine.parallel.elastic import ElasticWorld, SurvivorGroup
 from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.parallel.recording.balance_windows import BalanceWindows
 from moe_engine.types import StepFacts, StepPlan
-from moe_engine.worker.rank_group import Survivors
+from moe_engine.worker.expert_recovery import Recovered
+from moe_engine.worker.rank_group import RanksChanged, Survivors
 from moe_engine.worker.rank_progress import Position
 from tests.elastic.survival import until
 from tests.many_ranks.test_client import ask, client_of, request
@@ -315,6 +316,23 @@ def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
     finally:
         for mesh in meshes:
             mesh.close()
+
+
+def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(core, "time", Mock(monotonic=lambda: 5000.0))
+    survivors, over = Survivors((True, False), ("DP1 TP1 (pid 101) was killed by SIGKILL",)), RuntimeError("over")
+    serving = core.EngineCore(
+        *(Mock() for _ in range(5)),
+        eos_token_ids=frozenset(),
+        check=Mock(side_effect=[RanksChanged("DP1"), over]),
+        lockstep=Mock(generation=0),
+        regroup=lambda waiting: (survivors, Recovered(3, 0, 0.5)),
+    )
+    with pytest.raises(RuntimeError, match="over"):
+        serving.run()
+    assert "Serving paused for 0.00 s and goes on with 1 of 2 ranks: 3 experts copied, 0 read" in caplog.text
 
 
 # -- the front end

@@ -229,9 +229,10 @@ class RankControl:
 
     def _end_if_answered(self, number: int) -> None:
         call = self._calls.get(number)
-        if call is not None and all(rank in call.answers for rank in call.asked):
-            if self._calls.pop(number, None) is not None:  # a verdict on another thread has not been quicker
-                call.future.set_result([call.answers[rank] for rank in call.asked])
+        if call is None or not all(rank in call.answers for rank in call.asked):
+            return
+        if self._calls.pop(number, None) is not None:  # else a verdict on another thread was quicker
+            call.future.set_result([call.answers[rank] for rank in call.asked])
 
     @property
     def _living(self) -> list[int]:
