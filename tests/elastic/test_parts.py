@@ -324,7 +324,8 @@ def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(
     monkeypatch.setattr(core, "time", Mock(monotonic=lambda: 5000.0))
     survivors, over = Survivors((True, False), ("DP1 TP1 (pid 101) was killed by SIGKILL",)), RuntimeError("over")
     serving = core.EngineCore(
-        *(Mock() for _ in range(5)),
+        Mock(start_over=lambda: []),
+        *(Mock() for _ in range(4)),
         eos_token_ids=frozenset(),
         check=Mock(side_effect=[RanksChanged("DP1"), over]),
         lockstep=Mock(generation=0),
