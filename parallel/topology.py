@@ -150,9 +150,11 @@ class Topology:
             ConfigError: naming the flags, the model's number and the nearest sizes that would do.
         """
         attn, moe = self.attn_tp_size, self.moe_tp_size
-        _check_divides(
-            attn, model.num_heads, "attention heads", "--tp-size / --attn-dp-size", "use another of the two flags"
-        )
+        groups = [n for n in range(1, self.tp_size + 1) if self.tp_size % n == 0]
+        able = [n for n in groups if model.num_heads % (self.tp_size // n) == 0]
+        nearest = min(able, key=lambda n: abs(n - self.attn_dp_size))
+        way_out = f"with --tp-size {self.tp_size}: --attn-dp-size {nearest}"
+        _check_divides(attn, model.num_heads, "attention heads", "--tp-size / --attn-dp-size", way_out)
         kv_heads = model.num_kv_heads
         if not model.latent_kv and kv_heads % attn and attn % kv_heads:
             raise ConfigError(

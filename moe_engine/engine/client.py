@@ -238,6 +238,8 @@ class CoreClient:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = lane, future
         try:
+            if lane.dead:  # since it was chosen: nobody would answer
+                raise EngineDeadError(lane.dead)
             lane.send(messages.Call(id=call_id, method=method, args=args))
             return await future
         finally:

@@ -123,7 +123,7 @@ class EngineCore:
         self._stopping: messages.Shutdown | None = None
         self._failures = 0
         self._ended = False
-        self._last_turn = 0.0
+        self._last_turn = time.monotonic()
         self._busy = False
         self._step_number = 0
         self._board_written = 0.0

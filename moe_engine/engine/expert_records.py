@@ -52,7 +52,7 @@ class ExpertRecords:
             EngineDeadError: nobody is left to write.
         """
         async with self._dumping:
-            answers = await self._client.call_each("expert_take")
+            answers = await self._take()
             lost = [answer["lost"] for answer in answers if isinstance(answer, dict) and "lost" in answer]
             taken = [answer for answer in answers if isinstance(answer, dict) and "parts" in answer]
             parts = align_passes([answer["parts"] for answer in taken])
@@ -64,6 +64,21 @@ class ExpertRecords:
             lost += [loss for loss in self._losses() if loss not in self._told]
             self._told.update(lost)
             return Dump(paths, lost)
+
+    async def _take(self) -> list[Any]:
+        """What every scheduler answers. Asks anew where one was lost meanwhile and nobody had anything: it may be the
+        one that was to ask the ranks of the others, before or after they told it."""
+        said: list[Any] = []
+        for _ in self._client.healths():  # each loss comes once
+            known = self._losses()
+            said += (answers := await self._client.call_each("expert_take"))
+            new = [loss for loss in self._losses() if loss not in known]
+            if any(isinstance(answer, dict) and answer.get("parts") for answer in answers):
+                break
+            if not new or not self._client.health().alive:
+                break
+            said.append({"lost": f"{'; '.join(new)}: what others had told it for this dump, if they had"})
+        return said
 
     async def _write(self, parts: list[dict[str, Any]]) -> list[str]:
         """By the first scheduler that lives to tell."""
@@ -85,7 +100,15 @@ class ExpertRecords:
         return sum_snapshots([answer["view"] for answer in await self._call("expert_snapshot", status=500)])
 
     async def _call(self, method: str, status: int) -> list[dict[str, Any]]:
-        return _unless_refused(await self._client.call(method), status)
+        """Of all cores. Asks anew where a scheduler was lost meanwhile: it may be the one that was to ask the ranks of
+        the others, who have answered as if it had."""
+        for _ in self._client.healths():  # each loss comes once
+            lost = self._losses()
+            answers = await self._client.call(method)
+            failed = any("error" in answer and not answer.get("off") for answer in answers)
+            if not failed and self._losses() == lost:
+                break
+        return _unless_refused(answers, status)
 
 
 def _unless_refused(answers: list[dict[str, Any]], status: int) -> list[dict[str, Any]]:

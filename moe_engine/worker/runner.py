@@ -226,6 +226,7 @@ class ModelRunner:
             self.graphs.run(shape, None)
             return
         parts = self.shared.halves(plan)
+        self._phase = f"{RUNNING} for a step of others"
         if parts is None:
             hidden = self.model.forward(self.shared.idle_batch(sizes))
         else:

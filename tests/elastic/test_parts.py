@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.engine import messages
+from moe_engine.engine import core, messages
 from moe_engine.engine.ranks import hub as rank_hub
 from moe_engine.engine.ranks import messages as rank_messages
 from moe_engine.engine.ranks.link import RankLink
@@ -29,7 +29,8 @@ from moe_engine.parallel.elastic import ElasticWorld, SurvivorGroup
 from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.parallel.recording.balance_windows import BalanceWindows
 from moe_engine.types import StepFacts, StepPlan
-from moe_engine.worker.rank_group import Survivors
+from moe_engine.worker.expert_recovery import Recovered
+from moe_engine.worker.rank_group import RanksChanged, Survivors
 from moe_engine.worker.rank_progress import Position
 from tests.elastic.survival import until
 from tests.many_ranks.test_client import ask, client_of, request
@@ -220,12 +221,15 @@ class Hub:
         options = RankGroupOptions(3, lambda: None, num_groups=3, coverage=Coverage(4, 4))
         self.hub = rank_hub.RankHub(None, options, Mock(board_path=folder / "board"))
         self.told: list[Survivors] = []
+        self.busy: dict[int, Future[Any]] = {}
+        """What ranks are asked that do not answer."""
         self.links = [self._link(rank, f"ipc://{folder}/ranks") for rank in range(3)]
 
     def _link(self, rank: int, address: str) -> RankLink:
         def run(method: str) -> Future[Any]:
-            answer: Future[Any] = Future()
-            answer.set_result(f"{method} of {rank}")
+            answer: Future[Any] = self.busy.get(rank, Future())
+            if rank not in self.busy:
+                answer.set_result(f"{method} of {rank}")
             return answer
 
         hello, limits = rank_messages.Hello(rank, "here", 100 + rank), WatchLimits(silent=60.0)
@@ -279,6 +283,16 @@ def test_any_rank_asks_all_others(hub: Hub) -> None:
     assert hub.links[1].ask_others(1, "view").result(30) == ["view of 2"]
 
 
+def test_what_the_others_have_told_is_not_lost_with_one_that_did_not_answer(hub: Hub) -> None:
+    hub.hub.start()
+    hub.busy[2] = Future()
+    asked = hub.links[0].ask_others(0, "dump")
+    with pytest.raises(TimeoutError):
+        asked.result(0.3)
+    hub.hub._watch.died(2, "DP2 TP2 (pid 102) was killed by SIGKILL")
+    assert asked.result(30) == ["dump of 1"]
+
+
 # -- steps
 
 
@@ -302,6 +316,24 @@ def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
     finally:
         for mesh in meshes:
             mesh.close()
+
+
+def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(core, "time", Mock(monotonic=lambda: 5000.0))
+    survivors, over = Survivors((True, False), ("DP1 TP1 (pid 101) was killed by SIGKILL",)), RuntimeError("over")
+    serving = core.EngineCore(
+        Mock(start_over=lambda: []),
+        *(Mock() for _ in range(4)),
+        eos_token_ids=frozenset(),
+        check=Mock(side_effect=[RanksChanged("DP1"), over]),
+        lockstep=Mock(generation=0),
+        regroup=lambda waiting: (survivors, Recovered(3, 0, 0.5)),
+    )
+    with pytest.raises(RuntimeError, match="over"):
+        serving.run()
+    assert "Serving paused for 0.00 s and goes on with 1 of 2 ranks: 3 experts copied, 0 read" in caplog.text
 
 
 # -- the front end

@@ -239,6 +239,26 @@ def test_what_recording_costs_a_fused_step_does_not_grow_with_the_layers(
     assert 0 < more[0] == more[1] < 60, "nothing is called for a layer"
 
 
+def test_where_a_pass_is_is_told_through_the_recorder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the line that names a rank which is late."""
+    worker = make_worker(checkpoint, tmp_path, "torch", monkeypatch, expert_distribution_recorder_mode="stat")
+    worker.call_all("start_experts").result()
+    phases = []
+    layers = worker.runner.model._model.layers  # type: ignore[attr-defined]
+    for layer in layers:
+
+        def forward(*args: Any, whole: Any = layer.forward) -> Tensor:
+            phases.append(worker.runner.phase)
+            return whole(*args)
+
+        layer.forward = forward
+    run(worker, plans(PROMPTS, 0))
+    assert phases == [f"running the model, layer {i}" for i in range(len(layers))]
+    worker.close()
+
+
 def test_without_the_flag_nothing_is_attached(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import zmq
 
 from moe_engine.engine import messages
 from moe_engine.engine.client import CoreClient
+from moe_engine.engine.expert_records import ExpertRecords
 from moe_engine.engine.messages import AddRequest, RequestDelta
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError, InputError
@@ -205,6 +206,61 @@ def test_answers_count_though_another_scheduler_dies_meanwhile(tmp_path: Path) -
             first.die("core0 was killed, too")
             with pytest.raises(EngineDeadError, match=r"core0 was killed, too"):
                 await client.call_each("expert_take")
+
+    asyncio.run(run())
+
+
+def test_a_call_to_one_that_died_since_it_was_chosen_is_not_waited_for(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+            call = asyncio.create_task(client.call_each("expert_take"))
+            await asyncio.sleep(0)  # it knows whom to ask, and has asked nobody
+            second.die("core1 was killed by SIGKILL")
+            first.send(messages.Reply(id=(await first.got(0)).id, value={"parts": []}))
+            answer, error = await call
+            assert answer == {"parts": []} and str(error) == "core1 was killed by SIGKILL"
+
+    asyncio.run(run())
+
+
+KILLED = "DP0 TP0 (pid 7) was killed by SIGKILL"
+
+
+def test_recording_starts_though_the_one_that_was_to_tell_the_others_is_lost(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2) as (client, (core,)):
+            start = asyncio.create_task(ExpertRecords(client).start())
+            await core.got(0)
+            core.send(messages.Reply(id=(await core.got(1)).id, value={}))  # as it is not the one
+            core.send(messages.GroupsLost([0], KILLED))
+            again = await core.got(1)
+            assert isinstance(again, messages.Call) and again.method == "expert_start" and not start.done()
+            core.send(messages.Reply(id=again.id, value={}))
+            await start
+            refused = asyncio.create_task(ExpertRecords(client).start())
+            core.send(messages.Reply(id=(await core.got(1)).id, value={"error": "recording is off", "off": True}))
+            with pytest.raises(InputError, match="recording is off"):
+                await refused
+            assert core.nothing_for(1)
+
+    asyncio.run(run())
+
+
+def test_a_dump_is_of_those_that_are_left_and_names_what_went_meanwhile(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2) as (client, (core,)):
+            dump = asyncio.create_task(ExpertRecords(client).dump())
+            await core.got(0)
+            core.send(messages.Reply(id=(await core.got(1)).id, value={"parts": []}))
+            core.send(messages.GroupsLost([0], KILLED))
+            part = {"rank": 1, "path": "of-rank-1.pt"}
+            core.send(messages.Reply(id=(await core.got(1)).id, value={"parts": [part]}))
+            write = await core.got(1)
+            assert write.method == "expert_write" and write.args == {"parts": [part]}
+            core.send(messages.Reply(id=write.id, value={"paths": ["of-rank-1.pt"]}))
+            done = await dump
+            assert done.paths == ["of-rank-1.pt"]
+            assert done.lost == [f"{KILLED}: what others had told it for this dump, if they had", KILLED]
 
     asyncio.run(run())
 

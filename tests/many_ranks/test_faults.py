@@ -202,12 +202,11 @@ def test_replicas_go_on_without_a_lost_one(tmp_path: Path) -> None:
     ("flags", "how", "words"),
     [
         (GROUPS, signal.SIGKILL, r"DP1 TP1 \(pid {pid}\) was killed by SIGKILL"),
-        (GROUPS, signal.SIGSTOP, r"DP1 TP1 \(pid {pid}\) has been stopped by a signal for"),
-        (REPLICAS, signal.SIGKILL, r"engine core DP1 \(pid {pid}\) was killed by SIGKILL"),
         (REPLICAS, signal.SIGSTOP, r"engine core DP1 \(pid {pid}\) has been stopped by a signal for"),
     ],
 )
 def test_a_rank_lost_while_starting(tmp_path: Path, flags: tuple[str, ...], how: signal.Signals, words: str) -> None:
+    """The ranks of a group in every other way: tests/ranks/test_rank_group.py."""
     server = ServerProcess(tmp_path, *flags, "--cpu-threads", "1")
     try:
         until(lambda: len(ranks_of(server)) == 2, server)

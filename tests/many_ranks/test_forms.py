@@ -32,8 +32,7 @@ MORE: list[dict[str, Any]] = [
     {"model": "qwen3", "chunk": 16, "pool": "tiny"},
     {"model": "llama", "attention": "dp", "lm_head": "group", "mixed": True, "chunk": 16},
     {"replicas": 2, "pool": "tiny"},
-    {"drafts": "nextn", "experts": "ep", "chunk": 16},
-    {"drafts": "ngram", "attention": "dp", "experts": "allgather", "page": 4},
+    {"drafts": "ngram", "attention": "dp", "experts": "allgather", "overlapped": "single", "page": 4},
     {"experts": "shared_memory", "overlapped": "two"},
     {"ranks": 4, "attention": "groups of 2", "experts": "all_to_all", "overlapped": "two", "dense": "whole"},
     {"ranks": 4, "attention": "groups of 2", "experts": "ep of 2", "model": "qwen3_moe", "replicas": 1, "page": 16},
@@ -73,7 +72,9 @@ def test_tokens_are_those_of_one_rank(forms: Forms, case: Case) -> None:
         RETRACTIONS.append(outcome.retractions)
 
 
-@pytest.mark.parametrize("case", [{"experts": "ep"}, {"experts": "all_to_all", "attention": "dp"}], ids=name_of)
+@pytest.mark.parametrize(
+    "case", [{"experts": "ep", "chunk": 16}, {"experts": "all_to_all", "attention": "dp"}], ids=name_of
+)
 def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict[str, Any]) -> None:
     moving = {"enable_eplb": True, "ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 4}
     outcome = forms.run({**PLAIN, "drafts": "nextn", **case}, **moving)

@@ -1,4 +1,4 @@
-"""Replicas on other nodes are lost in every way: named, their requests told, the others serve on, exit codes."""
+"""Replicas over several nodes are lost: named, their requests told, the others serve on, exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from tests.many_ranks.test_faults import PATIENCE, Ask, until
-from tests.nodes.cluster import Cluster, cluster, ranks_below
+from tests.nodes.cluster import Cluster, cluster
+from tests.ranks.drill import ended
 
 LONG = 300
 
@@ -43,36 +44,23 @@ def strike(
     return fates.pop()
 
 
-def test_replicas_go_on_without_a_killed_and_a_silent_node(tmp_path: Path) -> None:
-    with cluster(tmp_path, 3, "--dp-size", "3") as running:
+def test_replicas_over_two_nodes_each(tmp_path: Path) -> None:
+    """One is lost by its core on the third node, the last by the silence of the second node. A silent node and the
+    other going on: tests/nodes/test_cable.py."""
+    with cluster(tmp_path, 4, "--dp-size", "2", "--tp-size", "2") as running:
         (core,) = running.node(2).ranks
-        told = strike(running, 2, (0, 1), [core], signal.SIGKILL)
-        assert "engine core DP2 on " in told and f"(pid {core.pid}) was killed by SIGKILL" in told
-        assert running.node(2).process.poll() is None, "its going would end a cluster's step, and so the others"
+        told = strike(running, 1, (0,), [core], signal.SIGKILL)
+        assert "engine core DP1 on " in told and f"(pid {core.pid}) was killed by SIGKILL" in told
+        staying = [running.node(rank).process.poll() for rank in (1, 2, 3)]
+        assert staying == [None] * 3, "their going would end a cluster's step, and so the others"
         node = running.node(1)
-        (core,) = node.ranks
-        held = [psutil.Process(node.process.pid), core]
-        told = strike(running, 1, (0,), held, signal.SIGSTOP)
-        assert f"(pid {core.pid}) is lost: node 1 (" in told and "silent for" in told
-        running.server.process.kill()
-        assert running.node(2).process.wait(PATIENCE) == 1, running.logs
+        (follower,) = node.ranks
+        held = [psutil.Process(node.process.pid), follower]
+        told = strike(running, 0, (), held, signal.SIGSTOP)
+        assert "silent for" in told
+        assert running.server.process.wait(PATIENCE) == 1, running.logs
+        assert [running.node(rank).process.wait(PATIENCE) for rank in (2, 3)] == [1] * 2, running.logs
         for process in held:
             process.resume()
         assert node.process.wait(PATIENCE) == 1, running.logs
-        assert "Node 1 leaves: " in node.log and "Node 2 leaves: the leader at " in running.node(2).log
-        until(lambda: not core.is_running(), running.server)
-
-
-def test_replicas_over_two_nodes_each(tmp_path: Path) -> None:
-    """Lost by a follower on the fourth node, then by the leader on the first."""
-    with cluster(tmp_path, 4, "--dp-size", "2", "--tp-size", "2") as running:
-        (follower,) = running.node(3).ranks
-        told = strike(running, 1, (0,), [follower], signal.SIGKILL)
-        assert f"DP1 TP1 (pid {follower.pid}) was killed by SIGKILL on " in told
-        assert [running.node(rank).process.poll() for rank in (1, 2, 3)] == [None] * 3
-        (leader,) = ranks_below(running.server.process.pid)
-        told = strike(running, 0, (), [leader], signal.SIGKILL)
-        assert f"engine core DP0 (pid {leader.pid}) was killed by SIGKILL" in told
-        assert running.server.process.wait(PATIENCE) == 1, running.logs
-        assert [running.node(rank).process.wait(PATIENCE) for rank in (1, 2, 3)] == [1] * 3, running.logs
-        assert all(f"(pid {leader.pid}) was killed" in running.node(rank).log for rank in (1, 2, 3))
+        until(lambda: ended(follower), running.server)

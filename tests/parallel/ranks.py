@@ -2,7 +2,8 @@
 
 `run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns what each returned. `Ranks` keeps them
 for many calls, because ranks cost a moment to start. They are forked from a server that has imported torch and
-dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` says what each was doing.
+dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` says what each was
+doing.
 """
 
 from __future__ import annotations

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from tests.ranks.drill import PATIENCE, until
 
 PROGRAMS = ("ip", "unshare", "nsenter")
 ADDRESSES = ("10.77.1.1", "10.77.1.2")
@@ -21,6 +29,19 @@ def why_not() -> str | None:
     if os.getuid() or subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         return "hosts of one's own need root and network namespaces"
     return None
+
+
+@dataclass(frozen=True)
+class Parted:
+    """What became of two hosts whose cable was pulled at `struck`, in time.monotonic's seconds.
+
+    `flag` as it was then; `report` of the front on host 0; `log` of both.
+    """
+
+    struck: float
+    flag: str
+    report: Any
+    log: str
 
 
 class TwoHosts:
@@ -43,7 +64,29 @@ class TwoHosts:
         full = ["nsenter", "-t", str(self._holders[host].pid), "-n", *command]
         return subprocess.Popen(full, text=True, **options)
 
-    def pull_cable(self) -> None:
+    def part(self, front: Sequence[str], node: Sequence[str], flag: Path) -> Parted:
+        """Runs two modules as programs, and pulls the cable when one has written `flag`. The front on host 0 prints a
+        report as JSON; the node on host 1 must end with 1. Nothing is left behind."""
+        log = flag.with_suffix(".log")
+        with open(log, "w") as writing:
+            running = [
+                self.start(0, sys.executable, "-m", *front, stdout=subprocess.PIPE, stderr=writing),
+                self.start(1, sys.executable, "-m", *node, stdout=writing, stderr=writing),
+            ]
+        try:
+            asyncio.run(until(lambda: flag.exists() and flag.read_text() != "", 2 * PATIENCE))
+            struck = time.monotonic()
+            self._pull_cable()
+            report = json.loads(running[0].communicate(timeout=2 * PATIENCE)[0])
+            assert running[1].wait(PATIENCE) == 1
+        finally:
+            print(log.read_text())
+            for process in running:
+                process.kill()
+                process.wait()
+        return Parted(struck, flag.read_text(), report, log.read_text())
+
+    def _pull_cable(self) -> None:
         """Of host 1, at the switch: neither host is told anything."""
         self._run(self._holders[2].pid, "ip", "link", "set", "v1", "down")
 

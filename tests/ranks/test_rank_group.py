@@ -97,21 +97,18 @@ class Report:
         assert self.fates == [self.cause] * 2
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_killed_follower_is_named(checkpoint: Path, tmp_path: Path, phase: str, capfd: Any) -> None:
-    hold = Hold(1, phase, tmp_path / "flag", occurrence=1 if phase == "prefill" else 3)
-    report = asyncio.run(hold_and(checkpoint, hold, signal.SIGKILL, 1, size=3 if phase == "decode" else 2))
+def test_follower_killed_in_prefill_is_named(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
+    """On the others, too. In decode: tests/many_ranks/test_faults.py."""
+    report = asyncio.run(hold_and(checkpoint, Hold(1, "prefill", tmp_path / "flag"), signal.SIGKILL, 1, size=3))
     report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL (last sign: step ")
-    if phase == "decode":
-        assert f"DP0 TP2] This rank leaves: DP0 TP1 (pid {report.pid}) was killed" in told(capfd)
+    assert f"DP0 TP2] This rank leaves: DP0 TP1 (pid {report.pid}) was killed" in told(capfd)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_stopped_follower_is_named_though_collectives_still_wait(
-    checkpoint: Path, tmp_path: Path, phase: str, capfd: Any
+def test_follower_stopped_in_decode_is_named_though_collectives_still_wait(
+    checkpoint: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    hold = Hold(1, phase, tmp_path / "flag", occurrence=1 if phase == "prefill" else 3)
-    report = asyncio.run(hold_and(checkpoint, hold, signal.SIGSTOP, 1))
+    """In prefill: tests/many_ranks/test_faults.py."""
+    report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGSTOP, 1))
     report.check(f"DP0 TP1 (pid {report.pid}) silent for")
     assert f"DP0 TP1 (pid {report.pid}) is late: " in told(capfd)  # its last sign may be older than the step
 

@@ -21,7 +21,7 @@ from moe_engine.engine.ranks.echo import echoing_rank
 from moe_engine.engine.ranks.options import RankGroupOptions
 from moe_engine.engine.ranks.watch import TICK_SECONDS, RankWatch
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError
-from moe_engine.worker.rank_group import RanksChanged, Survivors
+from moe_engine.worker.rank_group import Survivors
 
 logger = logging.getLogger("moe_engine")
 
@@ -87,7 +87,7 @@ class RankControl:
 
     def call_all(self, method: str, asking: int = 0) -> Future[list[Any]]:
         """Has every rank but the one `asking` run one of `worker.calls`; their answers in order. `RankLost` if one is
-        lost."""
+        lost; where the others go on, theirs count."""
         future: Future[list[Any]] = Future()
         self._asked.put((method, future, asking))
         return future
@@ -204,8 +204,7 @@ class RankControl:
             self._calls[number] = RankCall(future, asked)
             for rank in asked:
                 self._tell(_identity(rank), messages.Run(number, method))
-            if not asked:
-                self._calls.pop(number).future.set_result([])
+            self._end_if_answered(number)
 
     def _ask_for(self, ask: messages.Ask) -> None:
         """A rank that leads no other asks all others by way of this process."""
@@ -226,8 +225,13 @@ class RankControl:
             call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
             return
         call.answers[answer.rank] = answer.value
-        if len(call.answers) == len(call.asked):
-            del self._calls[answer.id]
+        self._end_if_answered(answer.id)
+
+    def _end_if_answered(self, number: int) -> None:
+        call = self._calls.get(number)
+        if call is None or not all(rank in call.answers for rank in call.asked):
+            return
+        if self._calls.pop(number, None) is not None:  # else a verdict on another thread was quicker
             call.future.set_result([call.answers[rank] for rank in call.asked])
 
     @property
@@ -235,9 +239,11 @@ class RankControl:
         return [rank for rank, alive in enumerate(self._watch.survivors.alive) if alive]
 
     def _regroup(self, survivors: Survivors) -> None:
-        self._fail_calls(RanksChanged(f"ranks were lost meanwhile ({survivors.losses[-1]}); ask again"))
         for rank in self._living:
             self._tell(_identity(rank), messages.Regroup(survivors))
+        for number, call in list(self._calls.items()):  # nobody waits for the lost, nor forgets what they have told
+            call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
+            self._end_if_answered(number)
 
     def _fail_calls(self, error: MoeEngineError) -> None:
         calls, self._calls = self._calls, {}

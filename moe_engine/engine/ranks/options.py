@@ -116,10 +116,6 @@ class RankGroupOptions:
             device += f":{self.base_device + self.device_step * local}"
         return RankPlace(rank, self.size, name, self.first_node + node, local, group, not follows, device)
 
-    def leader_of(self, group: int) -> int:
-        """The rank whose process schedules for a group."""
-        return group * self.group_size
-
     @property
     def local_places(self) -> list[RankPlace]:
         return [place for place in self.places if place.node_rank == self.node_rank]
