@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+LENIENT_BYTES = 2**20
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -78,8 +79,11 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
 
 def _decode_leniently(body: bytes, cause: Exception) -> Any:
     """Python clients send NaN and Infinity; decoding them lets the check of the field name it. What Python's decoder
-    lets through besides, half surrogate pairs, is refused here: all strings of a request can be encoded."""
+    lets through besides, half surrogate pairs, is refused here: all strings of a request can be encoded. Large bodies
+    are not read twice, for all requests would wait meanwhile."""
     try:
+        if len(body) > LENIENT_BYTES:
+            raise ValueError
         value = json.loads(body)
     except (ValueError, RecursionError):
         raise InputError(f"the request body is not valid JSON: {cause}") from None
