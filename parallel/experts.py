@@ -102,7 +102,7 @@ class DispatchedExperts(_InSeveralCalls):
         self._kernel = kernel
         self._weights = weights
         self._arriving = kernel.reads(weights) if isinstance(kernel, ReadsRows) else NUMBERS
-        self.reads = self._arriving if dispatcher.takes_rows else NUMBERS
+        self.reads = self._arriving if self._arriving.rows and dispatcher.takes_rows else NUMBERS
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Told how many tokens arrived for each of this rank's slots, int32 [P/G]."""
 
