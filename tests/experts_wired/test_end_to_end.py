@@ -16,7 +16,7 @@ from tests.e2e.server_process import ServerProcess
 def test_record_see_dump_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = tmp_path / "dumps"
     monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(dumps))
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}  # an end that nobody knew costs one pass more
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}  # an unforeseen end costs one pass more
     ask = {"text": "The capital of France is", "sampling_params": sampling}
     recording = ("--expert-distribution-recorder-mode", "stat", "--dp", "2", "--cpu-threads", "1")
     with ServerProcess(tmp_path, *recording) as server, server.client() as client:
