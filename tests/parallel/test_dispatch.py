@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moe_engine.parallel.dispatch.tables import MODES
 from tests.parallel.ranks import World
@@ -134,13 +135,18 @@ def test_any_routing_through_deepep(two: World, routing: Routing) -> None:
 
 
 @EXAMPLES
-@given(first=routings(2, [(2, 3)]), second=routings(2, [(2, 3)]))
-def test_two_results_may_be_alive(two: World, first: Routing, second: Routing) -> None:
+@given(
+    first=routings(2, [(2, 3)]),
+    second=routings(2, [(2, 3)]),
+    emulated=st.lists(st.sampled_from(deepep_setups()), min_size=2, max_size=2, unique=True),
+)
+def test_two_results_may_be_alive(two: World, first: Routing, second: Routing, emulated: list[Setup]) -> None:
     as_device = setups_of(("all_to_all",), as_device=True)
-    for setup in [*setups_of(OURS)[::2], *as_device[::3], *small_rooms()[:1], *deepep_setups()[::2]]:
-        of_ranks = two.ranks.call(run_interleaved, setup, first, second)
-        check(setup, first, [outcomes[0] for outcomes in of_ranks])
-        check(setup, second, [outcomes[1] for outcomes in of_ranks])
+    setups = [*setups_of(OURS)[::2], *as_device[::3], *small_rooms()[:1], *uncompiled()[::2], *emulated]
+    of_ranks = two.ranks.call(run_interleaved, setups, first, second)
+    for number, setup in enumerate(setups):
+        check(setup, first, [outcomes[number][0] for outcomes in of_ranks])
+        check(setup, second, [outcomes[number][1] for outcomes in of_ranks])
 
 
 @EXAMPLES

@@ -183,9 +183,11 @@ def run_phases(rank: int, setup: Setup, routing: Routing) -> list[Outcome]:
     return outcomes
 
 
-def run_interleaved(rank: int, setup: Setup, first: Routing, second: Routing) -> tuple[Outcome, Outcome]:
-    """Two live results, combined in the order of dispatch; a third dispatch must be refused."""
-    return two_alive(dispatcher_of(setup, first.num_experts, first.top_k), rank, setup, first, second)
+def run_interleaved(rank: int, setups: list[Setup], first: Routing, second: Routing) -> list[tuple[Outcome, Outcome]]:
+    """Two live results of every setup, combined in the order of dispatch; a third dispatch must be refused."""
+    return [
+        two_alive(dispatcher_of(setup, first.num_experts, first.top_k), rank, setup, first, second) for setup in setups
+    ]
 
 
 def two_alive(
