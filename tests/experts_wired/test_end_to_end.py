@@ -16,7 +16,10 @@ from tests.e2e.server_process import ServerProcess
 def test_record_see_dump_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = tmp_path / "dumps"
     monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(dumps))
-    ask = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+    ask = {
+        "text": "The capital of France is",
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+    }
     recording = ("--expert-distribution-recorder-mode", "stat", "--dp", "2", "--cpu-threads", "1")
     with ServerProcess(tmp_path, *recording) as server, server.client() as client:
         assert client.get("/experts/data").json()["recording"] is False
