@@ -87,7 +87,8 @@ class PassBuffer:
 
     def reset(self) -> None:
         self.total()
-        self._rows = self._rows[:FIRST_LENGTH].clone() if self._grows else self._rows
-        self._look()
+        if self._grows:
+            self._rows = self._rows[:FIRST_LENGTH].clone()
+            self._look()
         self._pass_ids.clear()
         self._next = self._num_totalled = 0

@@ -242,6 +242,11 @@ class ExpertRecorder:
         if self._window is not None:
             self._window += logical
 
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Counts the last pass now, which the next one would do."""
+        self._count()
+
     # -- the MoE layers
 
     def count_place(self, layer_index: int) -> CountPlace | None:
