@@ -211,8 +211,10 @@ class ExpertTransfer:
         self._under_way = None
 
     def finish(self) -> list[Any]:
-        """Waits for the messages, also for this rank's own, whose slots may now be overwritten; then writes. Returns what
-        was prepared."""
+        """Waits for the messages, also for this rank's own, whose slots may now be overwritten; then writes.
+
+        Returns what `begin` had prepared, for each chunk.
+        """
         prepared = [] if self._under_way is None else self._under_way.wait()
         self._under_way = None
         for arrival in self._arrivals:
