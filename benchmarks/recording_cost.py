@@ -44,16 +44,16 @@ class Subject:
     def turn(self, steps: int, prefills: int) -> dict[str, float]:
         """Median seconds of so many decode steps behind the last one of so many prefills, and of these."""
         begun = []
-        for _ in range(prefills):
+        for _ in range(prefills + 1):
             driver = self._begin()
             begun.append(driver.prefill())
-            if len(begun) < prefills:
+            if len(begun) <= prefills:
                 driver.close()
         for _ in range(WARM_STEPS):
             driver.decode()
         decodes = [driver.decode() for _ in range(steps)]
         driver.close()
-        return {"decode": median(decodes), "prefill": median(begun)}
+        return {"decode": median(decodes), "prefill": median(begun[1:])}  # the first comes after other work
 
     def calls(self) -> int:
         """Calls of a decode step on the worker's thread."""

@@ -8,7 +8,7 @@ is still under way and writes the spare slots to their places. Both are called b
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -157,11 +157,14 @@ class ExpertTransfer:
         self._link = link
         self._rank = rank
         self._per_rank = slots_per_rank
-        self._under_way: Pending[None] | None = None
+        self._under_way: Pending[list[Any]] | None = None
         self._arrivals: list[_Arrival] = []
 
-    def begin(self, chunks: Sequence[Chunk]) -> int:
-        """Starts the copies of chunks of different layers. Returns how many experts come to this rank from others."""
+    def begin(self, chunks: Sequence[Chunk], prepare: Callable[[Chunk], Any] | None = None) -> int:
+        """Starts the copies of chunks of different layers. Returns how many experts come to this rank from others.
+
+        `prepare` is called in the lane, too, for each of the chunks: `finish` returns what it gave.
+        """
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         own: list[tuple[Sequence[Tensor], list[Tensor]]] = []
@@ -180,7 +183,7 @@ class ExpertTransfer:
                     received += 1
                 elif sender == self._rank:
                     sends += [(receiver, part) for part in self._memory.slot(chunk.layer, from_slot)]
-        self._under_way = self.lane.run(self._carry, sends, receives, own)
+        self._under_way = self.lane.run(self._carry, sends, receives, own, chunks if prepare else (), prepare)
         return received
 
     def _carry(
@@ -188,13 +191,17 @@ class ExpertTransfer:
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
         own: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
-    ) -> None:
+        chunks: Sequence[Chunk],
+        prepare: Any,
+    ) -> list[Any]:
         began = time.perf_counter()
         works = self._link.start(sends, receives)
         for slot, spare in own:
             _copy(slot, spare)
+        prepared = [prepare(chunk) for chunk in chunks]
         self._link.wait(works)
         self.way_seconds = time.perf_counter() - began
+        return prepared
 
     def give_up(self) -> None:
         """Once ranks were lost: waits until what was under way with them has failed, or has arrived all the same."""
@@ -203,15 +210,18 @@ class ExpertTransfer:
                 self._under_way.wait()
         self._under_way = None
 
-    def finish(self) -> None:
-        """Waits for the messages, also for this rank's own, whose slots may now be overwritten; then writes."""
-        if self._under_way is not None:
-            self._under_way.wait()
+    def finish(self) -> list[Any]:
+        """Waits for the messages, also for this rank's own, whose slots may now be overwritten; then writes.
+
+        Returns what `begin` had prepared, for each chunk.
+        """
+        prepared = [] if self._under_way is None else self._under_way.wait()
         self._under_way = None
         for arrival in self._arrivals:
             _copy(arrival.spare, self._memory.slot(arrival.layer, arrival.slot))
             self._memory.give_back(arrival.spare)
         self._arrivals = []
+        return prepared
 
 
 def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:

@@ -9,30 +9,29 @@ import ctypes
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
-class _Cell(ctypes.Structure):
-    _fields_ = [("counts", ctypes.c_void_p), ("unclear", ctypes.c_int64)]
-
-
 class CountCell:
     """Where layers count now; nowhere at first. Layers read it anew in every run, so what it says holds for all."""
 
-    __slots__ = ("_cell", "address")
+    __slots__ = ("_fields", "address")
 
     def __init__(self) -> None:
-        self._cell = _Cell()
-        self.address = ctypes.addressof(self._cell)
+        memory = (ctypes.c_int64 * 2)()  # where the numbers are, or 0, and how many bytes of them are unclear
+        self._fields = memoryview(memory).cast("B").cast("q")  # a write takes a third of a ctypes field's
+        self.address = ctypes.addressof(memory)
         """Of the two fields, for kernels."""
 
     def point(self, counts: int, num_bytes: int) -> None:
         """To int32 numbers in the memory of the host, which their owner keeps. The first layer that counts clears them;
         until then they are what they were."""
-        self._cell.counts, self._cell.unclear = counts, num_bytes
+        fields = self._fields
+        fields[1] = num_bytes
+        fields[0] = counts
 
     def hide(self) -> bool:
         """Counts nothing any more. Returns whether there were numbers that some layer had cleared."""
-        cell = self._cell
-        cleared = cell.counts is not None and not cell.unclear
-        cell.counts = None
+        fields = self._fields
+        cleared = fields[0] != 0 and not fields[1]
+        fields[0] = 0
         return cleared
 
 

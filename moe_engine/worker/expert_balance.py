@@ -29,7 +29,6 @@ from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.expert_settings import RebalanceSettings
 from moe_engine.parallel.expert_tables import ExpertTables
 from moe_engine.parallel.expert_transfer import ExpertTransfer
-from moe_engine.parallel.overlap import Done, Pending
 from moe_engine.parallel.placement.balance import balancedness
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
@@ -152,7 +151,6 @@ class ExpertBalance:
         self._planning: Future[Plan] | None = None
         self._waiting: deque[deque[Chunk]] = deque()  # layers, and what is left to do in each
         self._under_way: list[Chunk] = []
-        self._prepared: Pending[list[LayerChoice]] = Done([])
         self._last_call: float | None = None
         self._at_start = BalanceStats()
         self._pace = MovePace()
@@ -235,29 +233,28 @@ class ExpertBalance:
             return NO_MOVES
 
     def _move(self) -> None:
+        self._recorder.settle()  # this pass owes it anyway: it is not what moves cost
         began = self._clock()
         if (self._passes - 1) % self.stats.passes_per_move:
             self._note_pause(began)
             return
         moved = bool(self._under_way)
         if moved:
-            self._transfer.finish()
-            for chunk, prepared in zip(self._under_way, self._prepared.wait()):
+            for chunk, prepared in zip(self._under_way, self._transfer.finish()):
                 self._tables.update_layer(chunk.layer, chunk.table, self.counter_of(chunk.layer), prepared)
         way = self._transfer.way_seconds
         active = [self._waiting.popleft() for _ in range(min(self._settings.layers_at_once, len(self._waiting)))]
         self._under_way = [chunks.popleft() for chunks in active]
         self._waiting.extendleft(chunks for chunks in reversed(active) if chunks)
-        self.stats.experts_received += self._transfer.begin(self._under_way)
-        self._prepared = self._transfer.lane.run(self._prepare, self._under_way)
+        self.stats.experts_received += self._transfer.begin(self._under_way, self._prepare)
         pause = self._note_pause(began)
         if moved:
             self._pace.moved(pause, way)
         if not self._under_way:
             self._ended()
 
-    def _prepare(self, chunks: Sequence[Chunk]) -> list[LayerChoice]:
-        return [self._tables.prepare(chunk.layer, chunk.table) for chunk in chunks]
+    def _prepare(self, chunk: Chunk) -> LayerChoice:
+        return self._tables.prepare(chunk.layer, chunk.table)
 
     def _note_pause(self, began: float) -> float:
         """Which ends now, after so many seconds."""

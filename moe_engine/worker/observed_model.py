@@ -82,32 +82,41 @@ class ObservedModel:
             recorder.begin_pass(self.passes + 1)
         result = run()
         if result is not None:
-            self.passes += 1
-            self._end()
+            self._model.passes += 1
+            recorder.end_pass()
+            if self._log:
+                self._say()
         elif counting:
             recorder.drop_pass()
         return result
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        self._begin([batch])
-        hidden = self._model.forward(batch)
-        self._end()
+        recorder, model = self._recorder, self._model
+        if self._balance is not None:
+            self._balance.between_passes()
+        if recorder.counting:
+            recorder.begin_pass(model.passes + 1)
+            if recorder.wants_batches:
+                self._describe([batch])
+        hidden = model.forward(batch)
+        recorder.end_pass()
+        if self._log:
+            self._say()
         return hidden
 
     def forward_in_turns(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
         """As `TakesTurns`: the parts are one pass."""
-        self._begin(batches)
-        hidden = self._model.forward_in_turns(batches)
-        self._end()
-        return hidden
-
-    def _begin(self, batches: Sequence[ForwardBatch]) -> None:
         if self._balance is not None:
             self._balance.between_passes()
         if self._recorder.counting:
             self._recorder.begin_pass(self._model.passes + 1)
             if self._recorder.wants_batches:
                 self._describe(batches)
+        hidden = self._model.forward_in_turns(batches)
+        self._recorder.end_pass()
+        if self._log:
+            self._say()
+        return hidden
 
     def _describe(self, batches: Sequence[ForwardBatch]) -> None:
         first = batches[0]
@@ -120,7 +129,6 @@ class ObservedModel:
             FORWARD_MODES[bool(prefills), decodes],
         )
 
-    def _end(self) -> None:
-        self._recorder.end_pass()
-        if self._log and self.speaks:
+    def _say(self) -> None:
+        if self.speaks:
             logger.info("%s", self._recorder.balance.log_line())

@@ -31,6 +31,7 @@ class PassBuffer:
     def _look(self) -> None:
         self._views = self._rows.unbind(0)
         self._addresses = [row.data_ptr() for row in self._views]
+        self._length = len(self._views)
         self.row_bytes = self._views[0].nbytes
 
     def next_row(self) -> Tensor:
@@ -40,7 +41,7 @@ class PassBuffer:
 
     def next_address(self) -> int:
         """Of `next_row`."""
-        place = self._next_place()
+        place = self._next % self._length or self._next_place()
         return self._addresses[place]
 
     def keep(self, pass_id: int) -> None:
@@ -86,7 +87,8 @@ class PassBuffer:
 
     def reset(self) -> None:
         self.total()
-        self._rows = self._rows[:FIRST_LENGTH].clone() if self._grows else self._rows
-        self._look()
+        if self._grows:
+            self._rows = self._rows[:FIRST_LENGTH].clone()
+            self._look()
         self._pass_ids.clear()
         self._next = self._num_totalled = 0

@@ -60,6 +60,8 @@ class ExpertRecorder:
         self.counting = False
         self.wanted = False
         """Whether somebody wants counts, be it of other ranks."""
+        self.wants_batches = config.mode == "per_token"
+        """Whether `begin_pass` must be followed by `describe_pass`."""
         self.balance = BalanceWindows(config.ep_size)
         self._all_reduce = all_reduce
         self._map = LogicalMap(config, physical_to_logical)
@@ -174,21 +176,15 @@ class ExpertRecorder:
 
     # -- the runner
 
-    @property
-    def wants_batches(self) -> bool:
-        """Whether `begin_pass` must be followed by `describe_pass`."""
-        return self.config.mode == "per_token"
-
     def begin_pass(self, pass_id: int) -> None:
         """Before a forward pass, where `counting`. `pass_id`: its number, the same on all ranks."""
-        if self._uncounted:
-            self._count()
-        self._pass_id, self._in_pass = pass_id, True
         into = self._into
-        if into is not None:
-            self._counts.cell.point(into.next_address(), into.row_bytes)
-        else:
+        if into is None:
+            self._count()
             self._counts.begin()
+        else:
+            self._counts.cell.point(into.next_address(), into.row_bytes)
+        self._pass_id, self._in_pass = pass_id, True
 
     def describe_pass(
         self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
@@ -245,6 +241,11 @@ class ExpertRecorder:
             self._kept.add(self._pass_id, self._counts, logical)
         if self._window is not None:
             self._window += logical
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Counts the last pass now, which the next one would do."""
+        self._count()
 
     # -- the MoE layers
 
