@@ -219,9 +219,8 @@ class RankGroupWorker:
                 return survivors, formed.result()
             if error is not None:
                 failure = Failure.of(error)
-                self._watch.failed(
-                    self._rank, failure.message, peer_lost=failure.peer_lost, generation=survivors.generation
-                )
+                message = f"{failure.message}; this was to go on without a lost rank: {survivors.losses[-1]}"
+                self._watch.failed(self._rank, message, peer_lost=failure.peer_lost, generation=survivors.generation)
             while error is not None and self._watch.survivors is survivors:  # the watch will say what is lost now
                 self._rest(waiting)
 

@@ -203,6 +203,15 @@ def test_a_silent_rank_is_lost_until_experts_have_no_room() -> None:
     assert "2 of 4 ranks cannot hold 8 experts in 3 slots each: --ep-num-redundant-experts 8 would" in verdict
 
 
+def test_the_end_names_all_that_went_at_that_moment() -> None:
+    ranks = Watched(Coverage(8, 3))
+    for rank in (1, 2):
+        ranks.watch.died(rank, f"DP{rank} TP{rank} (pid 10{rank}) was killed by SIGKILL")
+    verdict = str(ranks.watch.verdict)
+    assert "DP1 TP1 (pid 101) was killed" in verdict and "DP2 TP2 (pid 102) was killed" in verdict
+    assert "2 of 4 ranks cannot hold 8 experts" in verdict and not ranks.told
+
+
 def test_without_the_flag_a_loss_ends_all() -> None:
     ranks = Watched(None)
     ranks.watch.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
@@ -291,6 +300,20 @@ def test_what_the_others_have_told_is_not_lost_with_one_that_did_not_answer(hub:
         asked.result(0.3)
     hub.hub._watch.died(2, "DP2 TP2 (pid 102) was killed by SIGKILL")
     assert asked.result(30) == ["dump of 1"]
+
+
+def test_a_rank_that_has_served_to_the_end_is_not_missed_before_it_was_heard(hub: Hub) -> None:
+    hub.hub.start()
+    heard = threading.Event()
+
+    def end() -> None:
+        time.sleep(0.3)  # a hub that is slow to read
+        heard.set()
+
+    hub.hub._watch.end = end  # type: ignore[method-assign]
+    hub.links[1].send(rank_messages.Ended(1))
+    hub.links[1].close(heard=True)
+    assert heard.is_set()
 
 
 # -- steps

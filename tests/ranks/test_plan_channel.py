@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from moe_engine.errors import EngineDeadError
+from moe_engine.errors import CheckpointError, EngineDeadError
 from moe_engine.parallel.collectives import PeerLost, SingleRank
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
 from moe_engine.worker.agreed_sampler import AgreedSampler
@@ -174,6 +176,19 @@ def test_a_failed_step_waits_for_the_verdict(sender: PlanSender) -> None:
     watch.lose()
     with pytest.raises(RankLost):
         future.result(0)
+
+
+def test_who_cannot_go_on_without_a_lost_rank_says_which(sender: PlanSender) -> None:
+    watch, formed = Watch(), Future[Any]()
+    formed.set_exception(CheckpointError("/models/m: holds no *.safetensors file"))
+    regroups = Mock(go_on=lambda survivors: formed)
+    worker = RankGroupWorker(LocalWorker(), sender, watch, Progress(), regroups=regroups)
+    watch.survivors = Survivors((True, False), ("TP1 (pid 7) was killed by SIGKILL",))
+    with pytest.raises(RankLost):
+        worker.regroup(lambda: watch.lose() if watch.failures else None)
+    ((_, message, peer_lost),) = watch.failures
+    assert message.startswith("/models/m: holds no *.safetensors file; ") and not peer_lost
+    assert "TP1 (pid 7) was killed by SIGKILL" in message
 
 
 def test_agreed_draws_are_those_of_rank_0() -> None:

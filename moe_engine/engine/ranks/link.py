@@ -24,6 +24,8 @@ from moe_engine.errors import EngineDeadError
 from moe_engine.worker.rank_group import Failure, Survivors
 
 BEAT_SECONDS = 0.2
+HEARD_SECONDS = 5.0
+"""For the leader to answer the last word of a process that has served to the end."""
 
 logger = logging.getLogger("moe_engine")
 
@@ -72,7 +74,8 @@ class RankLink:
         self._wake = threading.Event()
         self.met = threading.Event()
         """Set when the leader has answered."""
-        self._closing = False
+        self._closing = self._until_heard = False
+        self._unheard = 0  # messages that the leader has not answered yet
         if isinstance(hello, messages.Hello):
             start_echo(address, hello.rank)
         self._thread = threading.Thread(target=self._run, name="rank link", daemon=True)
@@ -101,25 +104,27 @@ class RankLink:
         """The next sign of life goes out now."""
         self._wake.set()
 
-    def close(self) -> None:
-        """After what was sent has left."""
+    def close(self, *, heard: bool = False) -> None:
+        """After what was sent has left; with `heard`, when the leader has answered it, and so knows why this process
+        goes before it can miss it."""
+        self._until_heard = heard
         self._closing = True
         self._wake.set()
-        self._thread.join(1.0)
+        self._thread.join(HEARD_SECONDS if heard else 1.0)
 
     def _run(self) -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self._identity.encode())
         socket.setsockopt(zmq.LINGER, 500)
         socket.connect(self.address)
-        socket.send(messages.encode(self._hello))
+        self._say(socket, self._hello)
         silence, last = Silence(BEAT_SECONDS), time.monotonic()
         while not self._closing:
             while socket.poll(0):
                 self.met.set()
                 silence.heard()
-                self._take(self.decode(socket.recv()))
-            socket.send(messages.encode(self._sign()))
+                self._hear(socket)
+            self._say(socket, self._sign())
             self._flush(socket)
             self._wake.wait(BEAT_SECONDS)
             self._wake.clear()
@@ -132,11 +137,23 @@ class RankLink:
                 self._leave(f"{self._leader} silent for {silence.seconds:.1f} s ({why})")
                 return
         self._flush(socket)
+        while self._until_heard and self._unheard and socket.poll(int(HEARD_SECONDS * 1000)):
+            self._hear(socket)
         socket.close()
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         while not self._outbox.empty():
-            socket.send(messages.encode(self._outbox.get()))
+            self._say(socket, self._outbox.get())
+
+    def _say(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
+        socket.send(messages.encode(message))
+        self._unheard += 1
+
+    def _hear(self, socket: zmq.Socket[bytes]) -> None:
+        message = self.decode(socket.recv())
+        if isinstance(message, messages.Alive):  # the answer to each
+            self._unheard -= 1
+        self._take(message)
 
     def _take(self, message: messages.ToRank) -> None:
         if isinstance(message, messages.Welcome) and not self.welcome.done():

@@ -81,7 +81,7 @@ class SchedulingRank:
         self._sender.close()
         self._mesh.close()
         port.close()
-        self._link.close()
+        self._link.close(heard=True)
         if self._folder is not None:
             self._folder.remove()
         return 0

@@ -342,7 +342,8 @@ class RankWatch:
             if self._coverage is None or not self.armed:
                 self._decide(message)
             elif left == 0 or not self._coverage.covers(left):
-                self._decide(f"{message}; {self._uncovered(self._coverage, left)}")
+                lost = "; ".join(dict.fromkeys([*self._missing.values(), message]))
+                self._decide(f"{lost}; {self._uncovered(self._coverage, left)}")
             else:
                 self._missing |= dict.fromkeys(gone, message)
                 self._gathering.heard()
