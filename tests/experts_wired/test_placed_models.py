@@ -72,7 +72,9 @@ def alone(path: Path, row: str, mtp: bool = False) -> tuple[script.Trace, torch.
     (trace,) = run_script(loaded, SEED)
     part = loaded.control.dump_part()
     assert part is not None
-    return trace, sum_parts([part])["logical_count"]
+    counts = sum_parts([part])["logical_count"]
+    assert counts.any()
+    return trace, counts
 
 
 def check(case: Case, results: list[Any], want: script.Trace, counts: torch.Tensor) -> None:

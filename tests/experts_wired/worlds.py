@@ -96,12 +96,12 @@ def run_placed(rank: int, cases: list[Case], seed: int) -> list[tuple[int, scrip
         loaded = load(case, context_of(case.topology, rank))
         if case.settings.recorder_mode:
             loaded.control.start()
-            loaded.look()
         results.append((loaded.parallel.attn_dp_rank, *run_script(loaded, seed), loaded.control.dump_part()))
     return results
 
 
 def run_script(loaded: Loaded, seed: int) -> tuple[script.Trace]:
+    loaded.look()
     parallel = loaded.parallel
     prompts = script.prompts(seed, loaded.stepper.config.vocab_size)
     groups, group = parallel.attn_dp_size, parallel.attn_dp_rank

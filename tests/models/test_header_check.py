@@ -18,6 +18,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models import registry
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.tensors import Kind, model_tensors
@@ -33,13 +34,13 @@ class Recorder(DummyReader):
         super().__init__(torch.float32)
         self.asked: dict[str, tuple[tuple[int, ...], bool, bool]] = {}
 
-    def tensor(self, name: str, shape: tuple[int, ...], **options: Any) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut = UNCUT, **options: Any) -> Tensor:
         self.asked.setdefault(name, (tuple(shape), False, "dtype" in options))
-        return super().tensor(name, shape, **options)
+        return super().tensor(name, shape, cut, **options)
 
-    def linear(self, prefix: str, shape: tuple[int, int], **options: Any) -> Tensor:
+    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, **options: Any) -> Tensor:
         self.asked[f"{prefix}.weight"] = (tuple(shape), True, False)
-        return super().linear(prefix, shape, **options)
+        return super().linear(prefix, shape, cut, **options)
 
 
 BIASES = {"attention_bias": True}
