@@ -1,9 +1,10 @@
 """Python time of a decode step: ``python -m benchmarks.host_time [--num-requests 256]``.
 
 The engine's own loop (inbox, scheduler, worker, events, message encoding) with a model that takes no time and the
-sampling kernel that serves on this machine: what is left is what the host adds to every step. Two runs: with the loop as it serves, where one step is planned while
-another runs, the time between two outputs (and the CPU time of the process, which other programs disturb less); and
-without that overlap, where the parts of a step can be told apart. Target: under 1 ms.
+sampling kernel that serves on this machine: what is left is what the host adds to every step. Two runs: with the loop
+as it serves, where one step is planned while another runs, the time between two outputs (and the CPU time of the
+process, which other programs disturb less); and without that overlap, where the parts of a step can be told apart.
+Target: under 1 ms.
 """
 
 from __future__ import annotations
