@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.parallel import host_support
 from moe_engine.parallel.collectives import DistributedGroup, Observer
-from moe_engine.parallel.dispatch import host_support
-from moe_engine.parallel.dispatch.shared_segment import SharedSegment
+from moe_engine.parallel.shared_segment import SharedSegment
 
 REGION = 1 << 20
 TURNS = 2
@@ -28,7 +28,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 class HostGroup:
     """A `Group` over another of the same ranks, which does what is rare. Collective to make.
 
-    Sums add the ranks' parts in their order, 16-bit floats in float32, so all ranks get the same bits.
+    Sums of 16-bit floats are made in float32 and rounded once; all ranks get the same bits.
 
     Raises:
         OSError: the ranks cannot share memory.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.device_stream import DeviceStream
@@ -50,10 +51,11 @@ def stub_runner(
     vocab_size: int = 1024,
     num_slots: int = 1 << 20,
     page_size: int = 1,
+    sampling: SamplingKernel | None = None,
 ) -> ModelRunner:
-    """A runner whose model takes no time; its KV pool is one number wide."""
+    """A runner whose model takes no time; its KV pool is one number wide. `sampling`: as `ModelRunner` has it."""
     stream = DeviceStream("cpu")
     pool = KVPool(KVSpec.mla(1, 1, 0, torch.float32), num_slots, page_size, stream)
     rows = Rows(max_rows, context_len, vocab_size, stream)
     model = StubModel(vocab_size, max_rows, max(max_rows, context_len))
-    return ModelRunner(model, pool, rows, StubAttention(), stream)
+    return ModelRunner(model, pool, rows, StubAttention(), stream, sampling=sampling)

@@ -19,7 +19,7 @@ from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.host_rows import GrowingRecords
 from moe_engine.parallel.dispatch.payload import RecordFormat
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
-from moe_engine.parallel.dispatch.shared_segment import SharedSegment
+from moe_engine.parallel.shared_segment import SharedSegment
 
 TOKENS, SUMS = 0, 1  # the two flags of a slot
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moe_engine.parallel.dispatch import host_support, symm_mem
+from moe_engine.parallel import host_support
+from moe_engine.parallel.dispatch import symm_mem
 from moe_engine.parallel.dispatch.deepep import why_not as deepep_why_not
 
 if TYPE_CHECKING:  # the protocol imports torch; choosing does not need it

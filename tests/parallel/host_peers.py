@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.shared_segment import SharedSegment
 from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
+from moe_engine.parallel.shared_segment import SharedSegment
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 """The environment of ranks that run kernels; Triton looks at it while it is imported."""

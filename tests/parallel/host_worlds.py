@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_engine.parallel import host_group
+from moe_engine.parallel import host_group, shared_segment
 from moe_engine.parallel.collectives import DistributedGroup, PeerLost
-from moe_engine.parallel.dispatch import shared_segment
 from moe_engine.parallel.host_group import HostGroup, through_shared_memory
 
 TIMEOUT_S = 60.0

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from moe_engine.parallel.dispatch import host_support
+from moe_engine.parallel import host_support
 from moe_engine.parallel.dispatch.deepep import expanded, legacy
 from moe_engine.parallel.dispatch.deepep.generation import generation_of
 from moe_engine.parallel.dispatch.protocol import DispatchShape

@@ -26,9 +26,9 @@ from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
 from moe_engine.parallel.dispatch.host_rows import HostChecks, HostLayout
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase
-from moe_engine.parallel.dispatch.shared_segment import SharedSegment
 from moe_engine.parallel.dispatch.tables import ROWS, DispatchChoice, DispatchRow
 from moe_engine.parallel.host_group import HostGroup
+from moe_engine.parallel.shared_segment import SharedSegment
 from tests.parallel import deepep_emulator
 from tests.parallel.routings import MAX_TOKENS, Routing, toy_expert
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.parallel.collectives import Group, PeerLost
-from moe_engine.parallel.dispatch.host_support import FOLDER
+from moe_engine.parallel.host_support import FOLDER
 
 LINE = 64  # bytes of a cache line: one flag each
 SPIN_S = 0.002  # how long a wait only yields before it sleeps between looks
