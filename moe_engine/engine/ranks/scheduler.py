@@ -81,7 +81,7 @@ class SchedulingRank:
         self._sender.close()
         self._mesh.close()
         port.close()
-        self._link.close(heard=True)
+        self._link.close(heard=self._spec.options.coverage is not None)  # a hub stays to the end, rank 0 may be gone
         if self._folder is not None:
             self._folder.remove()
         return 0
