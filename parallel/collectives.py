@@ -158,32 +158,29 @@ class DistributedGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
-        self._tell("all_gather", [x.nbytes] * self.size)
+        self.tell("all_gather", [x.nbytes] * self.size)
         self._run("all_gather", _all_gather, _bytes(out).flatten(), _bytes(x.contiguous()).flatten())
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x[0], memory_format=torch.contiguous_format)
-        self._tell("reduce_scatter", [out.nbytes] * self.size)
+        self.tell("reduce_scatter", [out.nbytes] * self.size)
         self._run("reduce_scatter", _reduce_scatter, out.flatten(), x.contiguous().flatten())
         return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self._tell("all_reduce", [x.nbytes] * self.size)
+        self.tell("all_reduce", [x.nbytes] * self.size)
         self._run("all_reduce", dist.all_reduce, x)
         return x
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        self._tell("broadcast", [x.nbytes if self.rank == source else 0] * self.size)
+        self.tell("broadcast", [x.nbytes if self.rank == source else 0] * self.size)
         self._run("broadcast", dist.broadcast, _bytes(x), group_src=source)
         return x
 
     def exchange_ints(self, values: Sequence[int]) -> list[int]:
-        sent = torch.tensor(values, dtype=torch.int64, device=self.device)
-        received = torch.empty_like(sent)
-        self.all_to_all(received, sent)
-        return received.tolist()
+        return exchange_ints(self, values)
 
     def barrier(self) -> None:
         self._run("barrier", dist.barrier)
@@ -192,7 +189,8 @@ class DistributedGroup:
         if self._given_up is not None and self._given_up.is_set():
             raise PeerLost(f"rank {self.rank} of {self.size} gives up: other ranks were lost")
 
-    def _tell(self, operation: str, num_bytes: list[int]) -> None:
+    def tell(self, operation: str, num_bytes: list[int]) -> None:
+        """What is about to be sent to each rank, to whoever observes the group."""
         if self._observe is not None:
             self._observe(operation, num_bytes)
 
@@ -209,6 +207,14 @@ class DistributedGroup:
             raise PeerLost(
                 f"{operation} failed on rank {self.rank} of {self.size} (timeout {self.timeout_s:g} s): {reason}"
             ) from error
+
+
+def exchange_ints(group: Group, values: Sequence[int]) -> list[int]:
+    """`Group.exchange_ints` by `Group.all_to_all`."""
+    sent = torch.tensor(values, dtype=torch.int64, device=group.device)
+    received = torch.empty_like(sent)
+    group.all_to_all(received, sent)
+    return received.tolist()
 
 
 def wait_unless(given_up: threading.Event, work: Any, timeout_s: float) -> None:

@@ -145,7 +145,7 @@ def join(
         if key not in groups:
             plain = DistributedGroup(found, timeout_s, device, observe)
             shares = share_memory and plain.on_host and not use and on_one_host(lists)
-            groups[key] = through_shared_memory(plain, observe) if shares else plain
+            groups[key] = through_shared_memory(plain) if shares else plain
         return groups[key]
 
     def on_one_host(lists: RankLists) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.parallel import host_support
-from moe_engine.parallel.collectives import DistributedGroup, Observer
+from moe_engine.parallel.collectives import DistributedGroup, exchange_ints
 from moe_engine.parallel.shared_segment import SharedSegment
 
 REGION = 1 << 20
@@ -37,11 +37,11 @@ class HostGroup:
     alive: Tensor | None = None
     on_host = True
 
-    def __init__(self, inner: DistributedGroup, observe: Observer | None = None) -> None:
+    def __init__(self, inner: DistributedGroup) -> None:
         self.size, self.rank = inner.size, inner.rank
         self.timeout_s, self.device = inner.timeout_s, inner.device
         self._inner = inner
-        self._observe = observe
+        self._tell = inner.tell
         extents = self.size * 8  # of what a rank brings to an exchange: where the part for each rank ends
         self._segment = SharedSegment(inner, TURNS * self.size * (extents + REGION), num_flags=1, reserve=True)
         memory = self._segment.bytes.split([TURNS * self.size * extents, TURNS * self.size * REGION])
@@ -60,18 +60,19 @@ class HostGroup:
         ends = [end * row_bytes for end in accumulate(shares)]
         places = [start * row_bytes for start in accumulate(room, initial=0)]
         mine, into = x.view(torch.uint8).flatten(), out.view(torch.uint8).flatten()
-        first, begin, last = True, 0, 0
-        while first or begin < last:
+        begin = 0
+        while True:
             parts = self._meet(mine[begin : begin + REGION], "all_to_all", ends)
             extents = self._extents[self._turn % TURNS]
-            last = int(extents[:, -1].max())  # of the longest: all ranks take as many turns as it needs
             for source in range(self.size):
                 start, stop = (int(extents[source, self.rank - 1]) if self.rank else 0), int(extents[source, self.rank])
                 low, high = max(start, begin), min(stop, begin + REGION)
                 if low < high:
                     at = places[source] + low - start
                     into[at : at + high - low] = parts[source, low - begin : high - begin]
-            first, begin = False, begin + REGION
+            begin += REGION
+            if begin >= extents[:, -1].max():  # the longest: all ranks take as many turns as it needs
+                return
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._tell("all_gather", [x.nbytes] * self.size)
@@ -106,10 +107,7 @@ class HostGroup:
         return self._inner.broadcast(x, source)
 
     def exchange_ints(self, values: Sequence[int]) -> list[int]:
-        sent = torch.tensor(values, dtype=torch.int64)
-        received = torch.empty_like(sent)
-        self.all_to_all(received, sent)
-        return received.tolist()
+        return exchange_ints(self, values)
 
     def barrier(self) -> None:
         self._inner.barrier()
@@ -128,19 +126,15 @@ class HostGroup:
         self._segment.wait(0, self._turn, f"{operation} through shared memory")
         return self._regions[turn]
 
-    def _tell(self, operation: str, num_bytes: list[int]) -> None:
-        if self._observe is not None:
-            self._observe(operation, num_bytes)
 
-
-def through_shared_memory(inner: DistributedGroup, observe: Observer | None = None) -> HostGroup | DistributedGroup:
+def through_shared_memory(inner: DistributedGroup) -> HostGroup | DistributedGroup:
     """The group through memory that its ranks share, or as it is where they cannot. Collective over CPU ranks that are
     thought to be on one host; all come to the same."""
     reasons = inner.exchange_ints([int(host_support.why_not() is not None)] * inner.size)
     if any(reasons):
         return inner
     try:
-        return HostGroup(inner, observe)
+        return HostGroup(inner)
     except OSError:  # by every rank alike: different hosts, or too little of it
         return inner
 

@@ -18,6 +18,7 @@ from moe_engine.kernels.attention.kv_format import (
     record_bytes,
     scales_offset,
 )
+from moe_engine.kernels.quantization.reference import power_of_two_above
 
 LARGEST_E4M3 = 448.0
 LARGEST_E5M2 = 57344.0
@@ -55,8 +56,7 @@ def pack(rows: Tensor, latent: int, form: int) -> Tensor:
         records[:, begin : begin + 8] = as_bytes(both)
         return records
     groups = values.unflatten(1, (-1, GROUP))
-    fraction, exponent = torch.frexp(scale_of(groups))  # [S, C/128]
-    scales = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())  # the power of two above
+    scales = power_of_two_above(scale_of(groups))  # [S, C/128]
     end = latent + 4 * scales.shape[1]
     records[:, :latent] = as_bytes(to_e4m3(groups, scales[..., None]).flatten(1))
     records[:, latent:end] = as_bytes(scales)

@@ -18,13 +18,18 @@ def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
     blocks = F.pad(x.float(), (0, -k % BLOCK)).unflatten(1, (-1, BLOCK))  # [M, K/128, 128]
     scales = blocks.abs().amax(2).clamp_min(MIN_AMAX) / FP8_MAX
     if power_of_two:
-        mantissa, exponent = torch.frexp(scales)  # scale = mantissa * 2^exponent, mantissa in [1/2, 1)
-        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+        scales = power_of_two_above(scales)
     numbers = (blocks / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     rows = QuantizedRows.empty(m, k, x.device)
     rows.data.copy_(numbers.flatten(1)[:, :k])
     rows.scales.copy_(scales)
     return rows
+
+
+def power_of_two_above(scales: Tensor) -> Tensor:
+    """The least powers of two that are not below the scales, which are positive."""
+    mantissa, exponent = torch.frexp(scales)  # scale = mantissa * 2^exponent, mantissa in [1/2, 1)
+    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
 
 def rms_norm_quantize(

@@ -131,8 +131,7 @@ def _drafting(mtp: MTPLayers | None) -> dict[int, MoE]:
 
 def moe_layers(model: Model) -> dict[int, MoE]:
     """The model's own layers with experts, by index; MTP layers are not among them."""
-    found = (getattr(layer, "feed_forward", None) for layer in getattr(model, "layers", ()))
-    return {layer.layer_index: layer for layer in found if isinstance(layer, MoE)}
+    return {layer.layer_index: layer for layer in getattr(model, "moes", ())}
 
 
 def _layout(config: ModelConfig, settings: ExpertSettings, parallel: ParallelContext) -> ExpertLayout:

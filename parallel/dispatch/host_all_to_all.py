@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_engine.kernels.token_rows.protocol import TokenRows
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.host_rows import GrowingRecords, GrowingRows
+from moe_engine.parallel.dispatch.host_rows import GrowingRecords, GrowingRows, taking_part
 from moe_engine.parallel.dispatch.payload import RecordFormat
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
 
@@ -47,7 +47,7 @@ class HostAllToAll:
     def __init__(self, group: Group, shape: DispatchShape, room_tokens: int, rows: TokenRows) -> None:
         self._group = group
         self._rows = rows
-        self._takes_part = torch.ones(group.size, dtype=torch.bool) if group.alive is None else group.alive.cpu()
+        self._takes_part = taking_part(group)
         self._away = [rank for rank in self._takes_part.nonzero().flatten().tolist() if rank != group.rank]  # [A]
         self._experts = group.rank * shape.num_local, shape.num_local
         self._room_tokens = min(room_tokens, shape.max_tokens)

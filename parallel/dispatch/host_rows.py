@@ -7,12 +7,18 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.token_rows.protocol import TokenRows
+from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch import rows as torch_rows
 from moe_engine.parallel.dispatch.payload import RecordFormat, decode
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Tokens
 
 FEW = 64
 """Records whose views are kept: making them takes longer than filling them."""
+
+
+def taking_part(group: Group) -> Tensor:
+    """bool [R]: the ranks that `TokenRows.route` may send to."""
+    return torch.ones(group.size, dtype=torch.bool) if group.alive is None else group.alive.cpu()
 
 
 class GrowingRows:

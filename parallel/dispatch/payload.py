@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, QuantizedActivation, Reads, numbers_of
+from moe_engine.kernels.quantization.reference import power_of_two_above
 from moe_engine.kernels.token_rows.protocol import Part, Records
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.workspace import Workspace
@@ -39,8 +40,7 @@ def quantize(x: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     blocks = x.float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(2).clamp_min_(1e-10) / FP8_MAX
     if power_of_two:
-        fraction, exponent = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())  # the power of two above
+        scales = power_of_two_above(scales)
     return (blocks / scales.unsqueeze(2)).to(FP8).flatten(1), scales
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_engine.kernels.token_rows.protocol import TokenRows
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.host_rows import GrowingRecords
+from moe_engine.parallel.dispatch.host_rows import GrowingRecords, taking_part
 from moe_engine.parallel.dispatch.payload import RecordFormat
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
 from moe_engine.parallel.shared_segment import SharedSegment
@@ -54,7 +54,7 @@ class SharedMemory:
         self._rows = rows
         self._room = group.size * shape.max_tokens  # of the sums of a rank
         self._experts = group.rank * shape.num_local, shape.num_local
-        self._takes_part = torch.ones(group.size, dtype=torch.bool) if group.alive is None else group.alive.cpu()
+        self._takes_part = taking_part(group)
         self._numbers = torch.arange(shape.max_tokens).unsqueeze(1)
         self._form = form = RecordFormat.of(shape)
         self._records = form.records

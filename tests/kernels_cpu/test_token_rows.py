@@ -18,6 +18,7 @@ from moe_engine.kernels.token_rows.cpu import CpuTokenRows
 from moe_engine.kernels.token_rows.protocol import Records, TokenRows
 from moe_engine.kernels.token_rows.reference import TorchTokenRows
 from tests.kernels_cpu.conftest import threads
+from tests.parallel.row_sums import check_row_sums
 
 RANKS, LOCAL, TOP_K = 3, 4, 5
 SIZES = [0, 1, 7, 40]
@@ -144,42 +145,20 @@ def test_rows_are_sorted_by_expert_then_by_token(kernel: TokenRows, num_tokens: 
     assert torch.equal(rows, data[[n for _, n, _ in sorted(pairs)]])
 
 
-def check_sums(kernel: TokenRows, dtype: torch.dtype, weighted: bool, hidden: int) -> None:
-    """Against float64: one rounding, the weights lose nothing to the rows' dtype, and no other row is read."""
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(20, hidden, generator=generator).to(dtype)
-    positions = torch.randint(-1, 19, (30, TOP_K), generator=generator)
-    positions[4] = -1
-    rows[19] = float("nan")
-    weights = torch.rand(30, TOP_K + 2, generator=generator)[:, :TOP_K] if weighted else None
-    exact = torch.zeros(30, hidden, dtype=torch.float64)
-    size = torch.zeros_like(exact)
-    for n in range(30):
-        for s, row in enumerate(positions[n].tolist()):
-            if row >= 0:
-                term = rows[row].double() * (1.0 if weights is None else float(weights[n, s]))
-                exact[n] += term
-                size[n] += term.abs()
-    found = kernel.sum_rows(rows, positions, weights)
-    assert found.dtype == dtype
-    half_step = torch.finfo(dtype).eps / 2
-    assert bool(((found.double() - exact).abs() <= exact.abs() * half_step * 1.01 + size * 2e-5 + 1e-7).all())
-
-
 @pytest.mark.parametrize("hidden", [64, 200])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_rounded_once(kernel: TokenRows, dtype: torch.dtype, weighted: bool, hidden: int) -> None:
-    check_sums(kernel, dtype, weighted, hidden)
+    check_row_sums(kernel.sum_rows, dtype, hidden, TOP_K, weighted)
 
 
 def test_sums_in_float16_by_the_row_that_serves() -> None:
     assert token_rows(torch.float16).name == "torch"
-    check_sums(token_rows(torch.float16), torch.float16, True, 64)
+    check_row_sums(token_rows(torch.float16).sum_rows, torch.float16, 64, TOP_K, True)
 
 
 def test_sums_on_other_machines(any_library: Library) -> None:
-    check_sums(CpuTokenRows(any_library), torch.bfloat16, True, 200)
+    check_row_sums(CpuTokenRows(any_library).sum_rows, torch.bfloat16, 200, TOP_K, True)
 
 
 def test_many_rows_are_shared_out_among_threads(library: Library) -> None:

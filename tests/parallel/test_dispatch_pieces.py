@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,9 @@ from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode, q
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.rows import check_choices, sum_rows, sum_rows_static
 from moe_engine.parallel.dispatch.workspace import Slots
+from tests.parallel.row_sums import check_row_sums
 
+RowSums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 SHAPE = DispatchShape(8, 1, 3, 256, 16, torch.bfloat16)
 
 
@@ -34,26 +37,8 @@ def choices(seed: int, num_tokens: int = 10, hidden: int = 256) -> tuple[torch.T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sums", [sum_rows, sum_rows_static])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_sums_of_rows_are_rounded_once(dtype: torch.dtype, sums: object, weighted: bool) -> None:
-    """Against float64: the weights lose nothing to the rows' dtype, and rows that nobody names are never read."""
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(20, 64, generator=generator).to(dtype)
-    positions = torch.randint(-1, 19, (30, 5), generator=generator)
-    positions[4] = -1
-    rows[19] = float("nan")
-    weights = torch.rand(30, 5, generator=generator) if weighted else None
-    exact = torch.zeros(30, 64, dtype=torch.float64)
-    size = torch.zeros_like(exact)
-    for n in range(30):
-        for s, row in enumerate(positions[n].tolist()):
-            if row >= 0:
-                term = rows[row].double() * (1.0 if weights is None else float(weights[n, s]))
-                exact[n] += term
-                size[n] += term.abs()
-    found = sums(rows, positions, weights)  # type: ignore[operator]
-    assert found.dtype == dtype
-    half_step = torch.finfo(dtype).eps / 2
-    assert bool(((found.double() - exact).abs() <= exact.abs() * half_step * 1.01 + size * 2e-5 + 1e-7).all())
+def test_sums_of_rows_are_rounded_once(dtype: torch.dtype, sums: RowSums, weighted: bool) -> None:
+    check_row_sums(sums, dtype, 64, 5, weighted)
 
 
 def test_fp8_is_within_half_a_step_of_its_block() -> None:
