@@ -1,0 +1,108 @@
+"""``torch.cuda.CUDAGraph``: launches that are recorded, and replayed over the memory they were recorded with.
+
+While a graph is recorded its launches run, so that shapes are known; afterwards all is put back: a recording computes
+nothing. Memory that it took and gave back belongs to its pool. Whatever graph of the pool is replayed next may lie
+there, so a replay poisons what others left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.simulated_cuda import order
+from tests.simulated_cuda.memory import MEMORY, POISON, Block
+from tests.simulated_cuda.streams import current
+
+_pools: dict[Any, list[Graph]] = {}
+_handles = count(1)
+
+
+def pool_handle() -> tuple[int, int]:
+    """``torch.cuda.graph_pool_handle``."""
+    return (0, next(_handles))
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._launches: list[Callable[[], None]] = []
+        self._blocks: list[Block] = []  # taken while it was recorded
+        self._before: dict[int, tuple[Block, Tensor]] = {}  # what older blocks held
+        self._stream: Any = None
+        self._pool: Any = None
+        self._touched: dict[tuple[Block, int, int, bool], str] = {}
+        self.num_replays = 0
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **options: Any) -> None:
+        self._stream, self._pool = current(), pool or pool_handle()
+        if self._stream.capturing is not None:
+            raise RuntimeError("CUDA error: stream is already capturing")
+        self._stream.capturing = self
+        _pools.setdefault(self._pool, []).append(self)
+
+    @torch.inference_mode()
+    def capture_end(self) -> None:
+        self._stream.capturing = None
+        for block, content in self._before.values():
+            block.host.copy_(content)
+        for block in self._blocks:
+            block.host.fill_(POISON)
+        self._before.clear()
+
+    def taken(self, block: Block) -> None:
+        """Memory was taken while it was recorded."""
+        self._blocks.append(block)
+
+    def touches(self, tensor: Tensor, writes: bool, what: str) -> None:
+        """A launch will read or write a tensor whenever it is replayed."""
+        block = MEMORY.block(tensor)
+        if writes:
+            self.keep(block)
+        self._touched.setdefault((block, *order.extent(tensor), writes), what)
+
+    def keep(self, block: Block) -> None:
+        """A launch is about to write to a block."""
+        if block not in self._blocks and id(block) not in self._before:
+            self._before[id(block)] = block, block.host.clone()
+
+    def add(self, launch: Callable[[], None]) -> None:
+        """A launch over host memory of the tensors, to be repeated."""
+        self._launches.append(launch)
+
+    def replay(self) -> None:
+        if self._stream is None or self._stream.capturing is self:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        for graph in _pools[self._pool]:
+            graph.poison()
+        stream = current()
+        tick = stream.launch()
+        self.num_replays += 1
+        for (block, begin, end, writes), what in self._touched.items():
+            order.touch_bytes(block, begin, end, writes, stream, tick, what)
+        with torch.inference_mode():
+            for launch in self._launches:
+                launch()
+
+    @torch.inference_mode()
+    def poison(self) -> None:
+        """What was given back is somebody else's by now."""
+        for block in self._blocks:
+            if block.managed is None:
+                block.host.fill_(POISON)
+
+    def reset(self) -> None:
+        self._launches.clear()
+        if self._pool in _pools and self in _pools[self._pool]:
+            _pools[self._pool].remove(self)
+
+    def pool(self) -> Any:
+        return self._pool
+
+    def enable_debug_mode(self) -> None:
+        """Nothing to show."""

@@ -1,0 +1,156 @@
+"""Puts simulated devices under torch and Triton, for the rest of this process.
+
+Before torch makes its first CUDA tensor, and with TRITON_INTERPRET=1 before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+COUNT = "SIMULATED_CUDA_DEVICES"
+"""Environment: how many there are."""
+MULTIPROCESSORS = 8
+"""Few, since persistent kernels start so many programs."""
+
+_kept: list[Any] = []
+
+
+def why_not() -> str | None:
+    """The reason devices cannot be simulated here, or None."""
+    import torch
+
+    if torch.version.cuda is not None:
+        return "torch is built for CUDA: simulated devices need a CPU build"
+    return None if shutil.which("g++") else "needs g++ for the devices' part in C++"
+
+
+def install() -> None:
+    """Idempotent."""
+    if _kept:
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    device = ctypes.CDLL(str(_device(torch)))
+    _kept.append(device)
+    from tests.simulated_cuda import operators, order, streams
+    from tests.simulated_cuda.memory import MEMORY
+
+    MEMORY.attach(device)
+    MEMORY.on_free = order.freed
+    MEMORY.current_stream = streams.current
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(operators.fallback, "CUDA")
+    _kept.append(library)
+    library = torch.library.Library("aten", "IMPL")  # composites that look for a kernel of the device
+    library.impl("copy_", operators.copy, "CUDA")
+    _kept.append(library)
+    _runtime(torch)
+    _tensors(torch)
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return
+    from tests.kernels_triton import interpreter
+    from tests.simulated_cuda import kernels
+
+    interpreter.install()
+    kernels.install()
+
+
+def _device(torch: Any) -> Path:
+    """Compiled once for a torch version."""
+    root, source = Path(torch.__file__).parent, Path(__file__).with_name("device.cpp")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    built = Path(tempfile.gettempdir()) / f"simulated-cuda-{os.getuid()}-{torch.__version__}-{digest}.so"
+    if not built.exists():
+        partial = built.with_suffix(f".{os.getpid()}")
+        command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{root}/include", str(source), "-o", str(partial)]
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+        subprocess.run([*command, abi, f"-L{root}/lib", "-lc10"], check=True)
+        partial.rename(built)
+    return built
+
+
+def _runtime(torch: Any) -> None:
+    """``torch.cuda``."""
+    from tests.simulated_cuda import graphs, streams
+    from tests.simulated_cuda.memory import MEMORY, TOTAL
+
+    cuda = torch.cuda
+    count = int(os.environ.get(COUNT, "1"))
+    properties = SimpleNamespace(
+        name="NVIDIA H200 (simulated)", major=9, minor=0, total_memory=TOTAL, multi_processor_count=MULTIPROCESSORS,
+        max_threads_per_multi_processor=2048, shared_memory_per_block_optin=232448, warp_size=32,
+        L2_cache_size=50 << 20,
+    )  # fmt: skip
+
+    def used(device: Any = None) -> int:
+        return MEMORY.used[streams.index_of(device)]
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        """There is nothing to do."""
+
+    replaced = {
+        "is_available": lambda: True, "is_initialized": lambda: True, "init": nothing, "_lazy_init": nothing,
+        "device_count": lambda: count, "current_device": streams.index_of, "set_device": streams.set_device,
+        "device": streams.on_device, "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name, "get_device_capability": lambda device=None: (9, 0),
+        "mem_get_info": lambda device=None: (TOTAL - used(device), TOTAL), "memory_allocated": used,
+        "max_memory_allocated": used, "memory_reserved": used, "reset_peak_memory_stats": nothing,
+        "empty_cache": nothing, "ipc_collect": nothing, "can_device_access_peer": lambda a, b: True,
+        "is_bf16_supported": lambda *a, **k: True,
+        "synchronize": streams.synchronize, "current_stream": streams.current, "default_stream": streams.default,
+        "Stream": streams.Stream, "Event": streams.Event, "stream": streams.on_stream, "set_stream": streams.set_stream,
+        "CUDAGraph": graphs.Graph, "graph_pool_handle": graphs.pool_handle, "manual_seed_all": nothing,
+        "manual_seed": nothing, "get_arch_list": lambda: ["sm_90"],
+        "is_current_stream_capturing": lambda: streams.current().capturing is not None,
+    }  # fmt: skip
+    torch._C._host_emptyCache = nothing
+    for name, value in replaced.items():
+        # one object for each name: torch.compile looks its rules up by object
+        own = value if isinstance(value, type) else lambda *args, _value=value, **kwargs: _value(*args, **kwargs)
+        setattr(cuda, name, own)
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.device_count = lambda: count
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    cuda.graphs.is_current_stream_capturing = replaced["is_current_stream_capturing"]
+
+
+def _tensors(torch: Any) -> None:
+    """What of pinned memory and streams does not go through the dispatcher."""
+    from tests.simulated_cuda import operators
+    from tests.simulated_cuda.memory import MEMORY
+
+    empty = torch.empty
+
+    def pinned_too(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        made = empty(*args, **kwargs)
+        if not pin_memory:
+            return made
+        if made.is_cuda:
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        if made.numel():
+            made.view(torch.uint8).fill_(0xFF) if made.dim() else made.fill_(-1)
+        return operators.pin(made)
+
+    def pin_memory(self: Any, device: Any = None) -> Any:
+        if self.is_cuda:
+            raise RuntimeError("cannot pin a CUDA tensor: only dense CPU tensors can be pinned")
+        return self if operators.is_pinned(self) else operators.pin(self.clone())
+
+    def record_stream(self: Any, stream: Any) -> None:
+        MEMORY.block(self).recorded.add(stream)
+
+    torch.empty = pinned_too
+    torch.Tensor.pin_memory = pin_memory
+    torch.Tensor.is_pinned = lambda self, device=None: operators.is_pinned(self)
+    torch.Tensor.record_stream = record_stream

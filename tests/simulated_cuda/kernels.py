@@ -1,0 +1,106 @@
+"""Triton's kernels on simulated devices: run by the interpreter over the tensors' memory, programs in any order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+from torch import Tensor
+from triton.runtime import interpreter
+from triton.runtime.jit import TensorWrapper
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.simulated_cuda import streams
+from tests.simulated_cuda.memory import MEMORY
+from tests.simulated_cuda.operators import Launch
+
+_call = interpreter.GridExecutor.__call__
+_place = interpreter.interpreter_builder.set_grid_idx
+_random = random.Random(0)
+launches: dict[str, int] = {}
+"""By kernel."""
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            found += _tensors(value)
+        elif isinstance(value, (TensorDescriptor, TensorWrapper)):
+            found.append(value.base)
+        elif isinstance(value, Tensor):
+            found.append(value)
+    return found
+
+
+def call(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Instead of `GridExecutor.__call__`."""
+    name = self.fn.__name__
+    tensors = _tensors([*args, *kwargs.values()])
+    on_host = [x for x in tensors if not x.is_cuda]
+    if not tensors or len(on_host) == len(tensors):
+        return _call(self, *args, **kwargs)
+    if any(x.numel() for x in on_host):
+        raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?): {name}")
+    launch = Launch(name)
+    blocks = {id(block): block for x in tensors if x.is_cuda for block in [MEMORY.block(x)]}
+    if launch.graph is not None:
+        for block in blocks.values():
+            launch.graph.keep(block)
+    before = {key: block.host.clone() for key, block in blocks.items()} if streams.several() else {}
+    hosts, host_options = [_host(x) for x in args], {key: _host(x) for key, x in kwargs.items()}
+    launches[name] = launches.get(name, 0) + 1
+
+    def run() -> None:
+        _call(self, *hosts, **host_options)
+
+    run()
+    for x in tensors:
+        block = MEMORY.block(x)
+        changed = id(block) in before and not before[id(block)].equal(block.host)
+        launch.writes(x) if changed else launch.reads(x)
+    if launch.graph is not None:
+        launch.graph.add(run)
+    return None
+
+
+def _host(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_host(y) for y in x)
+    if isinstance(x, TensorDescriptor):
+        return dataclasses.replace(x, base=_host(x.base))
+    if isinstance(x, TensorWrapper):
+        return TensorWrapper(_host(x.base), x.dtype)
+    return MEMORY.host(x) if isinstance(x, Tensor) and x.is_cuda else x
+
+
+class _AnyOrder:
+    """Programs of a launch in a random order, all of them once."""
+
+    def __init__(self) -> None:
+        self._grid: tuple[int, ...] = ()
+        self._places: list[tuple[int, ...]] = []
+        self._next = 0
+
+    def set_grid_dim(self, *grid: int) -> None:
+        self._grid, self._next = grid, 0
+        self._places = list(itertools.product(*map(range, grid)))
+        _random.shuffle(self._places)
+        _dimensions(*grid)
+
+    def set_grid_idx(self, *place: int) -> None:
+        _place(*self._places[self._next])
+        self._next += 1
+
+
+_dimensions = interpreter.interpreter_builder.set_grid_dim
+
+
+def install() -> None:
+    """Idempotent; for the whole process."""
+    in_any_order = _AnyOrder()
+    interpreter.GridExecutor.__call__ = call
+    interpreter.interpreter_builder.set_grid_dim = in_any_order.set_grid_dim
+    interpreter.interpreter_builder.set_grid_idx = in_any_order.set_grid_idx

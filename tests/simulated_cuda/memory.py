@@ -1,0 +1,146 @@
+"""Memory of simulated devices: blocks of host memory under tensors that say ``cuda:N``."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+POISON = 0xFF  # NaN in every float format, -1 in integers
+TOTAL = 8 << 30
+"""Bytes of a device."""
+_CUDA = 2  # DLPack's number
+_BYTES = (1, 8, 1)  # DLPack's uint8: code, bits, lanes
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int), ("device_id", ctypes.c_int), ("ndim", ctypes.c_int),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+@dataclass(eq=False)
+class Block:
+    """An allocation. `host` [bytes] uint8 outlives the device's tensors if somebody here still needs it."""
+
+    host: Tensor
+    device: int
+    stream: Any = None
+    """The stream that was current when it was taken: it may be given out again behind that stream's work."""
+    accesses: list[Any] = field(default_factory=list)
+    """For `order`."""
+    recorded: set[Any] = field(default_factory=set)
+    """Streams named by ``Tensor.record_stream``."""
+    managed: Any = None
+    """What torch's tensors hold; None once they gave it back."""
+
+    @property
+    def address(self) -> int:
+        return self.host.data_ptr()
+
+
+class Memory:
+    """All blocks that device tensors lie in, by address."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._blocks: dict[int, Block] = {}
+        self._library: Any = None
+        self._given_back = (ctypes.c_void_p * 256)()
+        self._by_managed: dict[int, Block] = {}
+        self.used = [0] * 64  # bytes, by device
+        self.on_free: Callable[[Block], None] = lambda block: None
+        self.current_stream: Callable[[int], Any] = lambda device: None
+
+    def attach(self, library: ctypes.CDLL) -> None:
+        """The compiled ``device.cpp``."""
+        self._library = library
+
+    def new(self, num_bytes: int, device: int) -> Tensor:
+        """uint8 [num_bytes] on the device, poisoned."""
+        return self.adopt(torch.full((max(num_bytes, 1),), POISON, dtype=torch.uint8), device)[:num_bytes]
+
+    def adopt(self, host: Tensor, device: int) -> Tensor:
+        """Bytes [n] of the host as memory of the device, whose tensors alone should use it from now on."""
+        self.collect()
+        if self.used[device] + host.nbytes > TOTAL:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: simulated device {device} has {TOTAL >> 20} MiB")
+        block = Block(host, device, self.current_stream(device))
+        managed = _Managed(
+            _DLTensor(host.data_ptr(), _CUDA, device, 1, *_BYTES, (ctypes.c_int64 * 1)(host.numel()), None, 0),
+            None,
+            ctypes.cast(self._library.give_back, ctypes.c_void_p),
+        )
+        block.managed = managed
+        with self._lock:
+            self._blocks[block.address] = block
+            self._by_managed[ctypes.addressof(managed)] = block
+            self.used[device] += host.nbytes
+        return torch.from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None))
+
+    @torch.inference_mode()
+    def collect(self) -> None:
+        """Notices what was given back since the last call."""
+        with self._lock:
+            while count := self._library.take_given_back(self._given_back, len(self._given_back)):
+                for managed in self._given_back[:count]:
+                    block = self._by_managed.pop(managed)
+                    del self._blocks[block.address]
+                    self.used[block.device] -= block.host.nbytes
+                    block.managed = None
+                    self.on_free(block)
+                    block.host.fill_(POISON)
+
+    def block(self, tensor: Tensor) -> Block:
+        return self._blocks[tensor.untyped_storage().data_ptr()]
+
+    def blocks(self) -> list[Block]:
+        with self._lock:
+            return list(self._blocks.values())
+
+    def host(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor over the memory of a device tensor."""
+        there = torch.empty(0, dtype=tensor.dtype)
+        if not tensor.numel() and not tensor.untyped_storage().data_ptr():
+            return there.expand(tensor.shape) if tensor.dim() == 1 else there.new_empty(tensor.shape)
+        storage = self.block(tensor).host.untyped_storage()
+        return there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def device(self, host: Tensor, device: int) -> Tensor:
+        """A device tensor over the memory of a CPU tensor, all of whose storage becomes the device's."""
+        size = host.untyped_storage().nbytes()
+        if not size:
+            return self.strided(host.shape, host.stride(), host.dtype, device)
+        raw = self.adopt(torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage(), 0, (size,), (1,)), device)
+        return _shaped(raw, host.shape, host.stride(), host.dtype, host.storage_offset())
+
+    def strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: int) -> Tensor:
+        """``torch.empty_strided``."""
+        last = sum((n - 1) * step for n, step in zip(size, stride))
+        elements = 0 if 0 in size else last + 1
+        return _shaped(self.new(elements * dtype.itemsize, device), size, stride, dtype, 0)
+
+
+def _shaped(raw: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
+    """A tensor over all bytes of a storage."""
+    whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return whole.as_strided(size, stride, offset)
+
+
+MEMORY = Memory()

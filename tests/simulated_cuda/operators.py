@@ -1,0 +1,274 @@
+"""Torch's operators on simulated devices: checked as CUDA's are, computed by the CPU's over the same memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from tests.simulated_cuda import order
+from tests.simulated_cuda.memory import MEMORY
+from tests.simulated_cuda.streams import Stream, current, note_wait, under_way
+
+aten = torch.ops.aten
+CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+BY_VALUES = {
+    aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_consecutive.default,
+    aten.unique_dim.default, aten.equal.default, aten.is_nonzero.default, aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+}  # fmt: skip
+"""Their results' shapes, or the host's next step, depend on what the device holds."""
+TAKES_HOST_INDEX = {
+    aten.index.Tensor, aten.index.Tensor_out, aten.index_put_.default, aten._index_put_impl_.default,
+    aten.index_put.default,
+}  # fmt: skip
+
+
+class Launch:
+    """One launch on the current stream: what it reads and writes is checked, and recorded where a graph is."""
+
+    def __init__(self, what: str) -> None:
+        MEMORY.collect()
+        order.raise_hazards()
+        self.what = what
+        self.stream: Stream = current()
+        self.tick = self.stream.launch()
+        self.graph = self.stream.capturing
+
+    def reads(self, tensor: Tensor) -> None:
+        self._touches(tensor, False)
+
+    def writes(self, tensor: Tensor) -> None:
+        self._touches(tensor, True)
+
+    def _touches(self, tensor: Tensor, writes: bool) -> None:
+        if self.graph is not None:
+            self.graph.touches(tensor, writes, self.what)
+        else:
+            order.touch(tensor, writes, self.stream, self.tick, self.what)
+
+
+def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Any operator with a tensor on a simulated device, or that makes one."""
+    if op is aten.empty.memory_format or op is aten.empty_strided.default:
+        return _empty(op, *args, **kwargs)
+    if op is aten._local_scalar_dense.default:
+        note_wait("a scalar is read")
+        Launch("item").reads(args[0])
+        return op(MEMORY.host(args[0]))
+    if op is aten.record_stream.default:
+        raise NotImplementedError("record_stream through the dispatcher")
+    if op.is_view or op in (aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor):
+        return op.redispatch(CPU, *args, **kwargs)
+    if op in (aten.resize_.default,):
+        return _resize(*args, **kwargs)
+    return _compute(op, args, kwargs)
+
+
+def _empty(op: Any, size: Any, *rest: Any, device: Any = None, dtype: Any = None, **options: Any) -> Tensor:
+    like = op(size, *rest, device="meta", dtype=dtype, **{k: v for k, v in options.items() if k != "pin_memory"})
+    tensor = MEMORY.strided(like.size(), like.stride(), like.dtype, _index(device))
+    graph = current(device).capturing
+    if graph is not None:
+        graph.taken(MEMORY.block(tensor))
+    return tensor
+
+
+def _index(device: Any) -> int:
+    return current(device).device.index
+
+
+def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
+    if tensor.numel() == 0:  # as results of operators that make them are
+        fresh = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+        tensor.set_(fresh.untyped_storage(), 0, fresh.size(), fresh.stride())
+        return tensor
+    if list(size) != list(tensor.shape):
+        raise NotImplementedError("a simulated device's tensors are not resized")
+    return tensor
+
+
+# -- copies
+
+
+def copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """``aten::copy_`` with a device on either side."""
+    launch = Launch("copy")
+    if into.is_cuda and source.is_cuda:
+        return _compute(aten.copy_.default, (into, source), {})
+    if into.is_cuda:
+        _upload(launch, into, source, non_blocking)
+    else:
+        _download(launch, into, source, non_blocking)
+    return into
+
+
+def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) -> None:
+    pinned = is_pinned(source)
+    if launch.graph is not None and not (pinned and non_blocking):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing (upload of pageable memory)")
+    if not pinned and source.numel():
+        note_wait("an upload of pageable memory")
+    elif not non_blocking:
+        note_wait("a blocking upload")
+    launch.writes(into)
+    there = MEMORY.host(into)
+    there.copy_(source)
+    if launch.graph is not None:
+        launch.graph.add(lambda: there.copy_(source))
+    elif pinned and non_blocking:
+        under_way(source, None)
+
+
+def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) -> None:
+    launch.reads(source)
+    content = MEMORY.host(source)
+    if non_blocking and is_pinned(into):
+        if launch.graph is not None:
+            into.copy_(content)
+            launch.graph.add(lambda: into.copy_(content))
+            return
+        if into.dtype != source.dtype:
+            raise NotImplementedError("a simulated download that converts")
+        under_way(into, content)
+        return
+    note_wait("a download")
+    into.copy_(content)
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Marks host memory as pinned."""
+    tensor.untyped_storage().is_simulated_pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "is_simulated_pinned", False)
+
+
+# -- all else
+
+
+def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    flat, spec = tree_flatten((args, kwargs))
+    tensors = [x for x in flat if isinstance(x, Tensor)]
+    index = _one_device(op, tensors, kwargs)
+    if op in BY_VALUES:
+        note_wait(str(op))
+    launch = Launch(str(op))
+    written = _written(op, args, kwargs)
+    for tensor in tensors:
+        if tensor.is_cuda:
+            if any(tensor is other for other in written):
+                launch.writes(tensor)
+            else:
+                launch.reads(tensor)
+    if any(not tensor.numel() for tensor in written) and "out" in str(op):
+        return _made(op, flat, spec, written, launch)
+    hosts = [_host(x) for x in flat]
+    host_args, host_kwargs = tree_unflatten(hosts, spec)
+    given = {id(h): x for h, x in zip(hosts, flat) if isinstance(x, Tensor)}
+    storages = {h.untyped_storage().data_ptr(): x for h, x in zip(hosts, flat) if isinstance(x, Tensor) and x.is_cuda}
+    result = op(*host_args, **host_kwargs)
+
+    def back(host: Tensor) -> Tensor:
+        if id(host) in given:
+            return given[id(host)]
+        base = storages.get(host.untyped_storage().data_ptr())
+        if base is not None and host.numel():
+            return base.as_strided(host.size(), host.stride(), host.storage_offset())
+        return _adopted(host, index, launch)
+
+    out = tree_map_only(Tensor, back, result)
+    if launch.graph is not None:
+        fresh = [host for host in tree_flatten(result)[0] if isinstance(host, Tensor) and id(host) not in given]
+
+        def again() -> None:
+            found = [x for x in tree_flatten(op(*host_args, **host_kwargs))[0] if isinstance(x, Tensor)]
+            if fresh:
+                for into, value in zip(fresh, found):
+                    into.copy_(value)
+
+        launch.graph.add(again)
+    return out
+
+
+def _host(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return MEMORY.host(x) if x.is_cuda else x
+    if isinstance(x, torch.device) and x.type == "cuda":
+        return torch.device("cpu")
+    return x
+
+
+def _adopted(host: Tensor, index: int, launch: Launch) -> Tensor:
+    tensor = MEMORY.device(host, index)
+    block = MEMORY.block(tensor)
+    if launch.graph is not None:
+        launch.graph.taken(block)
+    launch.writes(tensor)
+    return tensor
+
+
+def _made(op: Any, flat: list[Any], spec: Any, written: list[Tensor], launch: Launch) -> Any:
+    """An operator that resizes its empty ``out``."""
+    hosts = [None if any(x is other for other in written) else _host(x) for x in flat]
+    places = [next(place for place, x in enumerate(flat) if x is other) for other in written]
+
+    def run() -> list[Tensor]:
+        made = [torch.empty(0, dtype=x.dtype) for x in written]
+        for place, into in zip(places, made):
+            hosts[place] = into
+        args, kwargs = tree_unflatten(hosts, spec)
+        op(*args, **kwargs)
+        return made
+
+    results = []
+    for x, found in zip(written, run()):
+        there = torch.empty_strided(found.size(), found.stride(), dtype=found.dtype, device=x.device)
+        results.append(MEMORY.host(there))
+        results[-1].copy_(found)
+        x.set_(there.untyped_storage(), 0, there.size(), there.stride())
+    if launch.graph is not None:
+
+        def again() -> None:
+            for into, value in zip(results, run()):
+                into.copy_(value)
+
+        launch.graph.add(again)
+    return written[0] if len(written) == 1 else tuple(written)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    found = []
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[place] if place < len(args) else None)
+            found += [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+    return found
+
+
+def _one_device(op: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> int:
+    """The index of the device all is on.
+
+    Raises:
+        RuntimeError: as torch's, where something is elsewhere.
+    """
+    devices = {x.device for x in tensors if x.is_cuda}
+    elsewhere = [x for x in tensors if not x.is_cuda]
+    if len(devices) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {devices} ({op})")
+    for x in elsewhere:
+        if op in TAKES_HOST_INDEX and x.dtype in (torch.int64, torch.bool, torch.int32):
+            note_wait(f"{op} with an index on the host")
+        elif x.dim() or torch.Tag.pointwise not in op.tags:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, "
+                f"{', '.join(map(str, sorted(devices, key=str)))} and cpu! ({op})"
+            )
+    if devices:
+        return devices.pop().index
+    device = kwargs.get("device")
+    return _index(device)
