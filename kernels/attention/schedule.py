@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.uploads import pinned, upload
+
 RECORD = 8
 LANES = (4, 2, 1)
 """How many blocks of a request may be cut alike; as many as lose little on requests with fewer blocks."""
@@ -58,18 +60,6 @@ class Schedule:
     merges: Tensor
     num_partials: int
     block_m: int
-
-
-def pinned(values: np.ndarray, device: torch.device) -> Tensor:
-    """A host tensor whose copy to the device waits for nothing: other memory is copied behind all that runs there."""
-    tensor = torch.from_numpy(values)
-    pins = device != torch.device("cpu") and torch.accelerator.is_available()  # else the device is one to compile for
-    return tensor.pin_memory() if pins else tensor
-
-
-def upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """Values on the device; the host waits for nothing."""
-    return pinned(values, device).to(device, non_blocking=True)
 
 
 class ScheduleBuffers:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.sampling.protocol import INVALID_TOKEN, Draw, SamplingParameters
 from moe_engine.kernels.sampling.reference import first_argmax, invert
+from moe_engine.kernels.uploads import upload
 from moe_engine.kernels.vendors.probe import FLASHINFER_SAMPLING
 
 
@@ -44,7 +44,7 @@ class FlashInferSampling:
             return tokens
         sampled = invert(self._kept(logits, tokens, parameters), uniform[:, None])[:, 0]
         sampled = torch.where(tokens == INVALID_TOKEN, INVALID_TOKEN, sampled)
-        return torch.where(_on(drawn, logits.device), sampled, tokens)
+        return torch.where(upload(drawn, logits.device), sampled, tokens)
 
     def probabilities(self, logits: Tensor, parameters: SamplingParameters, tokens: Tensor) -> Tensor:
         best, drawn = self.greedy(logits), parameters.draws != Draw.GREEDY
@@ -55,7 +55,7 @@ class FlashInferSampling:
         kept = self._kept(logits, best, parameters)
         share = kept.gather(1, place) / kept.sum(-1, keepdim=True, dtype=torch.float64)
         valid = known & (best != INVALID_TOKEN)[:, None]
-        return torch.where(_on(drawn, logits.device)[:, None], torch.where(valid, share, 0.0).float(), greedy)
+        return torch.where(upload(drawn, logits.device)[:, None], torch.where(valid, share, 0.0).float(), greedy)
 
     def _kept(self, logits: Tensor, best: Tensor, p: SamplingParameters) -> Tensor:
         """[S, V] float32: what each row draws from, not normalised; 0 for what its limits leave out."""
@@ -71,7 +71,7 @@ class FlashInferSampling:
             limited = self._lib.top_k_renorm_probs(probs, counts.to(torch.int32))
             limited = _first_of_equals(probs, limited, lambda value, above: counts[:, None] - above)
             limited = self._nucleus(probs, limited, p.top_p[:, None])
-            weights = torch.where(_on(top_k, logits.device)[:, None], limited, probs)
+            weights = torch.where(upload(top_k, logits.device)[:, None], limited, probs)
         return weights.masked_fill(probs < p.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
 
     def _nucleus(self, probs: Tensor, kept: Tensor, top_p: Tensor) -> Tensor:
@@ -98,7 +98,3 @@ def _first_of_equals(values: Tensor, left: Tensor, needed: Any) -> Tensor:
     above = (values > least).sum(-1, keepdim=True)
     crowd = equal & (equal.cumsum(-1, dtype=torch.int32) > needed(least, above))
     return values.masked_fill((values < least) | crowd, 0.0)
-
-
-def _on(flags: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(flags).to(device, non_blocking=True)

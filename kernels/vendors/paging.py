@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.schedule import pinned
+from moe_engine.kernels.uploads import pinned, upload
 
 Made = TypeVar("Made")
 
@@ -59,7 +59,7 @@ class Paged:
             kv_device = (kv_device - starts.diff()).clamp_min(1)
         if 0 in query_lens:
             live = [i for i, count in enumerate(query_lens) if count]
-            index = torch.tensor(live, device=rows.device)
+            index = upload(np.array(live), rows.device)
             rows, kv_device = rows[index], kv_device[index]
             starts = torch.cat((starts[index], starts[-1:]))
             query_lens, kv_lens = [query_lens[i] for i in live], [kv_lens[i] for i in live]

@@ -81,8 +81,8 @@ class DeviceStream:
             for begin, part in zip(begins, parts)
         ]
 
-    def from_list(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
-        """A small device tensor of host values, for things that change rarely."""
+    def from_list(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """A small device tensor of host values or lists of them, for things that change rarely."""
         return self.upload(torch.tensor(values, dtype=dtype))
 
     def read(self, tensor: Tensor) -> np.ndarray:

@@ -7,6 +7,7 @@ Legend: T tokens, D decodes, K tokens that a decode may bring.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,15 @@ class History:
         self.ends = RowEnds(max_rows)
 
     def enter(self, new: NewRow) -> None:
-        ids = torch.from_numpy(np.array(new.token_ids, dtype=np.int32))
+        ids = self._stream.upload(torch.from_numpy(np.array(new.token_ids, dtype=np.int32)))
         self.tokens[new.row, : len(ids)].copy_(ids)
-        self.lengths[new.row] = len(new.slots)
+        self.set_lengths([new.row], [len(new.slots)])
         self.ends.enter(new)
+
+    def set_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Rows have computed so many tokens. To set an item of a tensor would wait for an accelerator."""
+        if rows:
+            self._lengths.put_from_host(np.array(rows), np.array(lengths))
 
     def read_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Computed tokens of rows [D], on the host: where a decode begins. Waits for an accelerator."""

@@ -102,7 +102,7 @@ class LogitEdits:
             values = self._stream.from_list(biased[2], torch.float32)
             logits.index_put_(self._indices(biased[0], biased[1]), values, accumulate=True)
         if banned[0]:
-            logits.index_put_(self._indices(*banned), logits.new_tensor(-torch.inf))
+            logits.index_put_(self._indices(*banned), logits.new_full((), -torch.inf))
 
     def sampled(self, tokens: Tensor, rows: np.ndarray) -> None:
         """Counts the tokens just sampled, tokens [S] int64 >= 0, for the rows with penalties."""
@@ -161,7 +161,7 @@ class LogitEdits:
         outputs = new.token_ids[new.num_prompt :]
         if outputs:
             counts = torch.from_numpy(np.bincount(outputs, minlength=self._vocab_size).astype(np.int32))
-            self._output_counts[entry].copy_(counts)
+            self._output_counts[entry].copy_(self._stream.upload(counts))
         return entry
 
     def _grow(self) -> None:

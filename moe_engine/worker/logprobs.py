@@ -46,7 +46,7 @@ def token_logprobs(
     top, top_ids = logprobs.topk(width)
     longest = max(len(spec.token_ids) for spec in specs)
     ids = [list(spec.token_ids) + [0] * (longest - len(spec.token_ids)) for spec in specs]
-    columns = torch.tensor(ids, dtype=torch.int64, device=stream.device).view(len(specs), longest)
+    columns = stream.from_list(ids, torch.int64).view(len(specs), longest)
     return LogprobTensors(tokens, chosen, top, top_ids, logprobs.gather(1, columns))
 
 

@@ -132,5 +132,5 @@ class Rows:
             return
         if start + len(slots) > self.width:
             raise ValueError(f"row {row}: tokens up to {start + len(slots)} pass the row's width {self.width}")
-        values = torch.from_numpy(np.array(slots, dtype=np.int32))
+        values = self._stream.upload(torch.from_numpy(np.array(slots, dtype=np.int32)))
         self.slot_table[row, start : start + len(slots)].copy_(values)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.counting import CountCell, CountPlace
+from moe_engine.kernels.uploads import upload
 from moe_engine.parallel.recording.config import MAX_TOP_K, RecorderConfig
 
 
@@ -94,7 +96,9 @@ class PassCounts:
 
     def add_arrivals(self, layer: int, counts: Tensor | Sequence[int]) -> None:
         """counts [P/G] of this rank's slots."""
-        self._local[layer] += torch.as_tensor(counts, dtype=torch.int32, device=self._device)
+        if not isinstance(counts, Tensor):
+            counts = upload(np.asarray(counts, dtype=np.int32), self._device)
+        self._local[layer] += counts
 
     def finish(self) -> None:
         """Counts what the layers left."""

@@ -152,9 +152,10 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    index = _one_device(op, [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)], kwargs)
+    args = tuple(_as_declared(a.type, x) for a, x in zip(op._schema.arguments, args))
     flat, spec = tree_flatten((args, kwargs))
     tensors = [x for x in flat if isinstance(x, Tensor)]
-    index = _one_device(op, tensors, kwargs)
     if op in BY_VALUES:
         note_wait(str(op))
     launch = Launch(str(op))
@@ -193,6 +194,11 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
         launch.graph.add(again)
     return out
+
+
+def _as_declared(kind: Any, x: Any) -> Any:
+    """The dispatcher hands numbers that stand for tensors over as numbers; not all operators take them so."""
+    return torch.tensor(x) if isinstance(kind, torch.TensorType) and isinstance(x, (bool, int, float)) else x
 
 
 def _host(x: Any) -> Any:

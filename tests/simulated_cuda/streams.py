@@ -197,13 +197,13 @@ def under_way(host: Tensor, content: Tensor | None) -> None:
     stream = current()
     if content is not None:
         _copies.append(_Copy(stream, stream.clock[stream.number], host, content.clone(), False))
-        _bytes(host).fill_(0xFF)
+        host.fill_(float("nan") if host.is_floating_point() else -1)
     else:
-        _copies.append(_Copy(stream, stream.clock[stream.number], host, _bytes(host).clone(), True))
+        _copies.append(_Copy(stream, stream.clock[stream.number], host, _bytes(host), True))
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    return x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 # -- what is current, by thread

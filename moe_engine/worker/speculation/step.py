@@ -231,7 +231,8 @@ class SpeculativeStep:
         samples = np.array(plan.samples[num:], dtype=bool)
         ids = verification.tokens.clamp_min(0)
         if num and ids.numel() != num_decode_tokens:
-            ids = ids[self._upload(np.arange(ids.shape[1]) < verification.counts[:, None])]
+            computed = np.arange(ids.shape[1]) < verification.counts[:, None]
+            ids = ids.flatten().index_select(0, self._upload(np.flatnonzero(computed)))
         positions = visible = None
         if verification.parents is not None:
             drafts = Drafts(verification.tokens, verification.parents)
@@ -305,8 +306,7 @@ class SpeculativeStep:
     def advance_prompts(self, plan: StepPlan, tokens: Tensor) -> None:
         """The prompts of a plan are computed as far as it says; tokens [P] came out of those that sample."""
         chunks = range(plan.num_decodes, len(plan.rows))
-        for i in chunks:
-            self._history.lengths[plan.rows[i]] = plan.starts[i] + plan.counts[i]
+        self._computed(plan, chunks)
         ready = [i for i in chunks if plan.samples[i]]
         if ready:
             rows = self._stream.from_list([plan.rows[i] for i in ready], torch.int64)
@@ -315,11 +315,13 @@ class SpeculativeStep:
             self._history.append(rows, lengths, tokens)
             self._rows.set_last_tokens(rows, tokens)
 
+    def _computed(self, plan: StepPlan, chunks: Sequence[int]) -> None:
+        """Some prompts of a plan are computed as far as it says."""
+        self._history.set_lengths([plan.rows[i] for i in chunks], [plan.starts[i] + plan.counts[i] for i in chunks])
+
     def advance_ordinary(self, plan: StepPlan, sampled: SampledRows, tokens: Tensor) -> None:
         """The same for a step without speculation; tokens [S] >= 0 are those that it sampled."""
-        for i in range(plan.num_decodes, len(plan.rows)):
-            if not plan.samples[i]:
-                self._history.lengths[plan.rows[i]] = plan.starts[i] + plan.counts[i]
+        self._computed(plan, [i for i in range(plan.num_decodes, len(plan.rows)) if not plan.samples[i]])
         self._history.append(*self._stream.arrays(sampled.rows_device, self._upload(sampled.lengths), tokens))
 
     def follow(
