@@ -203,6 +203,8 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         must(len(q_starts) == len(kv_starts), "batch sizes differ")
         width = head_dim_qk if head_dim_vo is None else head_dim_vo
         must((head_dim_qk, width) in PREFILL_WIDTHS, f"no kernels for {head_dim_qk}, {width}")
+        for (a, b), (c, d) in zip(itertools.pairwise(q_starts), itertools.pairwise(kv_starts)):
+            must(not causal or d - c >= b - a, "the first query tokens would see nothing")
         must(num_qo_heads % num_kv_heads == 0, "query heads must divide by KV heads")
         dtype = torch.float16 if q_data_type == "float16" else q_data_type
         must(dtype in HALF and kv_data_type in (None, dtype), f"no kernels for {q_data_type}, {kv_data_type}")
@@ -223,11 +225,13 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         for x in (q, k, v):
             must(x.dtype == p.dtype, f"planned for {p.dtype}, run with {x.dtype}")
             must(x.is_contiguous(), "ragged tensors must be contiguous")
-        out = poison(p.q[-1], p.heads, p.vo, dtype=p.dtype)
+        must(lse_base in ("log2", "ln") and lse_layout in ("NH", "HN"), f"LSE {lse_base}, {lse_layout}")
+        out, sums = poison(p.q[-1], p.heads, p.vo, dtype=p.dtype), poison(p.q[-1], p.heads, dtype=torch.float32)
         for a, b, c, d in zip(p.q, p.q[1:], p.kv, p.kv[1:]):
             seen = (causal if p.causal else everything)(b - a, d - c)
-            out[a:b] = softmax_rows(q[a:b], k[c:d], v[c:d], p.scale, seen)[0].to(p.dtype)
-        return out
+            result, natural = softmax_rows(q[a:b], k[c:d], v[c:d], p.scale, seen)
+            out[a:b], sums[a:b] = result.to(p.dtype), natural.float() / (math.log(2) if lse_base == "log2" else 1)
+        return (out, sums if lse_layout == "NH" else sums.T.contiguous()) if return_lse else out
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

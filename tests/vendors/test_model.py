@@ -43,10 +43,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("v3"), seed=3, fp8=True, **SIZES)
 
 
-def stepper(path: Path, **rows: Any) -> Stepper:
+def stepper(path: Path, max_expanded_tokens: int = 16384, **rows: Any) -> Stepper:
     config = load_model_config(path)
     backends = replace(make_backends(config, dtype="bfloat16", page_size=64), **rows)
-    model = load_model(path, config, "bfloat16", "cpu", backends)
+    model = load_model(path, config, "bfloat16", "cpu", backends, max_expanded_tokens=max_expanded_tokens)
     return Stepper(model, config, backends, torch.bfloat16, page_size=64)
 
 
@@ -70,3 +70,20 @@ def test_logits(checkpoint, name, arch):
     assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"}
     assert (got - same_products).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
     assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantised twice
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_long_contexts_are_expanded_in_parts(checkpoint, name):
+    """Of 32 and 16 tokens at once: the logits of the torch row, which expands them whole; only decodes are absorbed."""
+    attention = ATTENTION[name]()
+    absorbed, counts = attention.absorbed, []
+
+    def counted(q: Tensor, *rest: Any) -> Tensor:
+        counts.append(len(q))
+        return absorbed(q, *rest)
+
+    attention.absorbed = counted
+    got = logits_of(stepper(checkpoint, max_expanded_tokens=32, attention=attention))
+    want = logits_of(stepper(checkpoint))
+    assert (got - want).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
+    assert counts == [1, 1, 3, 3]  # of each step with decodes, in two layers
