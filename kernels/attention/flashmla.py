@@ -21,7 +21,7 @@ from moe_engine.kernels.device import HeadWidths, Need, probe
 from moe_engine.kernels.vendors.in_place import Room, TableInPlace
 from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
 from moe_engine.kernels.vendors.parts import MergesParts, PartPlan
-from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts
+from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, takes_nothing
 from moe_engine.kernels.vendors.trees import Tree
 
 PAGE = 64
@@ -72,7 +72,7 @@ class _Dense:
 
 class FlashMLA(MergesParts):
     """`MLABackend`, `Replayable` and `ExpandsParts` over `flash_mla_with_kvcache`, in either generation of the
-    interface: the older (2025, sgl_kernel) takes a schedule that the caller asks for, and reads no records.
+    interface: the older (2025) takes a schedule that the caller asks for with the step's lengths, and reads no records.
 
     Args:
         module: the library; default: the installed one.
@@ -87,7 +87,7 @@ class FlashMLA(MergesParts):
 
     def __init__(self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None) -> None:
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
-        self._plans_itself = not accepts(self._lib.get_mla_metadata, "cache_seqlens")
+        self._plans_itself = takes_nothing(self._lib.get_mla_metadata)
         self._prefill = expanded
         self._room = Room()
         self._major = major
