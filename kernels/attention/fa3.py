@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,11 +130,15 @@ class FA3MLA(MergesParts, _Backend):
     ) -> tuple[Tensor, Tensor]:
         part, queries = plan.part, plan.part.queries
         starts = plan.get(queries, "key_starts", lambda: prefix_sums(list(part.key_lens), q.device))
-        # the source's keyword for it is not the wheel's
-        asked = next(name for name in _LSE_KEYWORDS if accepts(self._lib.flash_attn_varlen_func, name))
-        options = {"causal": part.causal, asked: True}
-        out, lse, *_ = self._varlen(q, kv, k_rope, queries, starts, part.key_lens, scale, **options)
+        out, lse, *_ = self._varlen(
+            q, kv, k_rope, queries, starts, part.key_lens, scale, causal=part.causal, **self._lse_asked
+        )
         return out, lse.transpose(0, 1).contiguous()  # the library's is [H, T], natural
+
+    @cached_property
+    def _lse_asked(self) -> dict[str, bool]:
+        """What makes the varlen function return a log-sum-exp; nothing in builds that always do."""
+        return {name: True for name in _LSE_KEYWORDS if accepts(self._lib.flash_attn_varlen_func, name)}
 
     def _varlen(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, starts: Tensor, key_lens: Sequence[int],

@@ -20,27 +20,15 @@ from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
-from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
 from tests.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.vendors.deep_gemm_emulator import DeepGemmEmulator
 
-SIZES = {
-    "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "n_routed_experts": 4, "n_group": 2,
-    "topk_group": 2, "num_experts_per_tok": 2, "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_hidden_layers": 2, "initializer_range": 0.06,
-}  # fmt: skip
 ATTENTION = {
     "flashinfer": lambda: FlashInferMLA(flashinfer_emulator.module()),
     "fa3": lambda: FA3MLA(fa3_emulator.module()),
     "flashmla": lambda: FlashMLA(flash_mla_emulator.module(), expanded=TorchMLA()),
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("v3"), seed=3, fp8=True, **SIZES)
 
 
 def stepper(path: Path, max_expanded_tokens: int = 16384, **rows: Any) -> Stepper:

@@ -13,6 +13,7 @@ from moe_engine.kernels.attention import parts
 from moe_engine.kernels.attention.fa3 import FA3MLA
 from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.flashmla import FlashMLA
+from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
 from moe_engine.kernels.attention.parts import merge_parts, part_lens
 from moe_engine.kernels.attention.protocol import ExpandsParts, PagedQueries
 from moe_engine.kernels.attention.reference import TorchMLA
@@ -163,6 +164,18 @@ def test_parts_of_one_length_share_a_plan_of_flashinfer() -> None:
             backend.expanded_part(q, kv[begin : begin + length], cache[rows, LATENT:], SCALE, plan)
         assert wrapper.made == (2 if step == 0 else before), "planned at the layer"
     assert wrapper.made <= 6
+
+
+def test_parts_of_fp8_records_are_unpacked() -> None:
+    backend = FlashMLA(flash_mla_emulator.module(), expanded=TorchMLA())
+    queries, size = paged_queries([(3, 90), (5, 7)], 64)
+    records = torch.full((size, 656), 255, dtype=torch.uint8)  # NaN wherever it is read
+    for i in range(2):
+        records[slots_of(queries, i)] = pack(normal(queries.context_lens[i], 576, dtype=BF16), LATENT, FP8_GROUPS)
+    out = torch.empty(40 + 6, 576, dtype=BF16)
+    backend.gather_latent(records, queries, backend.plan_part(queries, [50, 1], [40, 6]), out, LATENT)
+    rows = torch.cat((slots_of(queries, 0)[50:], slots_of(queries, 1)[1:]))
+    close(out, flash_mla_emulator.unpack(records[rows]))
 
 
 @pytest.mark.parametrize("name", MLA)

@@ -24,7 +24,7 @@ from moe_engine.models import sizes
 from moe_engine.models.needs import head_widths
 from tests.models.stepper import Chunk
 from tests.vendors import fa3_emulator, flashinfer_emulator
-from tests.vendors.test_model import checkpoint, stepper  # noqa: F401  (a fixture)
+from tests.vendors.test_model import stepper
 
 LIMIT = 64
 
@@ -96,7 +96,7 @@ class TorchAllocates(TorchMLA):
     [(flashinfer, workspaces.flashinfer), (fa3, workspaces.fa3), (TorchAllocates, workspaces.triton)],
 )
 @pytest.mark.parametrize("before,count", [(0, LIMIT), (0, 150), (120, 31), (1, LIMIT)])
-def test_a_long_prompt_holds_no_more_than_the_ledger_counts(checkpoint, monkeypatch, make, copies, before, count):  # noqa: F811
+def test_a_long_prompt_holds_no_more_than_the_ledger_counts(checkpoint, monkeypatch, make, copies, before, count):
     """Beside queries and results, which are there before; one context as long as the limit, and longer ones."""
     loaded = stepper(checkpoint, max_expanded_tokens=LIMIT, attention=make())
     attention, config = loaded.model.layers[0].attention, loaded.config
