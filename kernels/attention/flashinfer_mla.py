@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.workspaces import FLASHINFER_SMALL_PLAN_BYTES, flashinfer_ragged_plan_bytes
 from moe_engine.kernels.device import probe
 from moe_engine.kernels.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
 from moe_engine.kernels.vendors.in_place import Room
@@ -224,11 +225,22 @@ class FlashInferMLA(MergesParts):
             return known
         device = queries.rows.device
         starts, ends = (prefix_sums(lens, device) for lens in (queries.query_lens, list(key_lens)))
-        buffer = workspace(device)
-        make = self._lib.BatchPrefillWithRaggedKVCacheWrapper
-        wrappers = self._wrappers.setdefault("expanded", Wrappers(lambda: make(buffer, "NHD")))
+        needed = flashinfer_ragged_plan_bytes(queries.num_tokens, queries.num_requests, form.heads)
+        small = needed <= FLASHINFER_SMALL_PLAN_BYTES  # a step of many long prompts has many
+        wrappers = self._wrappers.setdefault(
+            ("expanded", small), Wrappers(lambda: self._new_ragged_wrapper(device, small))
+        )
         planned = self._ragged[key] = wrappers.plan(
             starts, ends, form.heads, form.heads, form.key_width, head_dim_vo=form.value_width, causal=causal,
             sm_scale=form.scale, q_data_type=form.dtype, kv_data_type=form.dtype,
         )  # fmt: skip
         return planned
+
+    def _new_ragged_wrapper(self, device: torch.device, small: bool) -> Any:
+        buffer = workspace(device)
+        wrapper = self._lib.BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD")
+        if small:
+            wrapper.reset_workspace_buffer(
+                buffer, torch.empty(FLASHINFER_SMALL_PLAN_BYTES, dtype=torch.uint8, device=device)
+            )
+        return wrapper

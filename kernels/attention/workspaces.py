@@ -24,9 +24,17 @@ FLASHINFER_BYTES = 128 * MIB
 FLASHINFER_PLAN_BYTES = 8 * MIB
 """Of each FlashInfer wrapper, on the device (and page-locked on the host)."""
 
-FLASHINFER_EAGER_WRAPPERS = 20
-"""Wrappers that serve steps which are not recorded: of two steps, one of them in flight, for decodes, for prompts, and
-three for each of two pieces of long prompts (parts of one length share one); and those at rest."""
+FLASHINFER_EAGER_WRAPPERS = 8
+"""Wrappers that serve steps which are not recorded: in use, resting, and for both groups of a step."""
+
+FLASHINFER_SMALL_PLAN_BYTES = MIB
+"""Of the wrappers for prompts whose plans fit into that."""
+
+FLASHINFER_PLAN_SLACK = 1 << 16
+"""Lists by multiprocessor, and alignment."""
+
+FLASHINFER_SMALL_PLANS = 96
+"""Three of each of 16 long prompts (parts of one length share one), in two steps, one of them in flight."""
 
 FLASHINFER_TILE = 16
 """Rows of the smallest tile of its GQA kernels."""
@@ -109,9 +117,16 @@ def flashinfer_gqa_bytes(requests: int, rows_each: int, heads: int, groups: int,
 
 def flashinfer(load: AttentionLoad) -> int:
     """Its ragged kernels get keys and values of their own."""
-    wrappers = FLASHINFER_EAGER_WRAPPERS + load.graphs
-    copies = load.key_bytes + load.value_bytes
-    return FLASHINFER_BYTES + wrappers * FLASHINFER_PLAN_BYTES + load.table_bytes + copies
+    plans = (FLASHINFER_EAGER_WRAPPERS + load.graphs) * FLASHINFER_PLAN_BYTES
+    if load.expanded:
+        plans += FLASHINFER_SMALL_PLANS * FLASHINFER_SMALL_PLAN_BYTES
+    return FLASHINFER_BYTES + plans + load.table_bytes + load.key_bytes + load.value_bytes
+
+
+def flashinfer_ragged_plan_bytes(tokens: int, requests: int, heads: int) -> int:
+    """What a plan of so many query tokens takes at most: Hopper's lists have an entry for each head of 128 tokens,
+    others' one for each 16 tokens, and one a token."""
+    return 4 * (7 * heads * (-(-tokens // 128) + requests) + 2 * tokens + 4 * requests) + FLASHINFER_PLAN_SLACK
 
 
 def flashinfer_gqa(load: AttentionLoad) -> int:

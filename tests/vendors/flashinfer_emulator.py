@@ -189,6 +189,12 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         must(kv_layout == "NHD", "not emulated")
         type(self).made += 1
         self._plan: Any = None
+        self._plan_bytes = 8 << 20
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        _workspace(float_workspace_buffer)
+        must(int_workspace_buffer.dtype == torch.uint8 and int_workspace_buffer.dim() == 1, "int workspace: bytes")
+        self._plan_bytes = len(int_workspace_buffer)
 
     def plan(
         self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, custom_mask=None,
@@ -206,6 +212,8 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         for (a, b), (c, d) in zip(itertools.pairwise(q_starts), itertools.pairwise(kv_starts)):
             must(not causal or d - c >= b - a, "the first query tokens would see nothing")
         must(num_qo_heads % num_kv_heads == 0, "query heads must divide by KV heads")
+        works = num_qo_heads * sum(-(-(b - a) // 128) for a, b in itertools.pairwise(q_starts))
+        must(7 * 4 * works + 4 * 133 <= self._plan_bytes, f"Hopper's plan of {works} works does not fit")
         dtype = torch.float16 if q_data_type == "float16" else q_data_type
         must(dtype in HALF and kv_data_type in (None, dtype), f"no kernels for {q_data_type}, {kv_data_type}")
         self._plan = SimpleNamespace(

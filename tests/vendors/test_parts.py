@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import parts
 from moe_engine.kernels.attention.fa3 import FA3MLA
-from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA, _Expanded
 from moe_engine.kernels.attention.flashmla import FlashMLA
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
 from moe_engine.kernels.attention.parts import merge_parts, part_lens
@@ -176,6 +176,26 @@ def test_parts_of_fp8_records_are_unpacked() -> None:
     backend.gather_latent(records, queries, backend.plan_part(queries, [50, 1], [40, 6]), out, LATENT)
     rows = torch.cat((slots_of(queries, 0)[50:], slots_of(queries, 1)[1:]))
     close(out, flash_mla_emulator.unpack(records[rows]))
+
+
+def test_plans_of_flashinfer_are_small_where_they_fit() -> None:
+    """The emulator counts Hopper's lists: a plan that did not fit would be refused."""
+    module = flashinfer_emulator.module()
+    sizes = []
+
+    class Noting(module.BatchPrefillWithRaggedKVCacheWrapper):
+        def plan(self, *args: Any, **options: Any) -> None:
+            sizes.append(self._plan_bytes)
+            super().plan(*args, **options)
+
+    module.BatchPrefillWithRaggedKVCacheWrapper = Noting
+    backend = FlashInferMLA(module)
+    kept = []
+    for heads, lens in ((128, [(8192, 8192)]), (128, [(1, 1)] * 300), (16, [(100, 100)] * 163), (256, [(9000, 9000)])):
+        queries, _ = paged_queries(lens, 64)
+        form = _Expanded(heads, 192, 128, SCALE, BF16)
+        kept.append(backend._new_ragged(queries, queries.context_lens, True, form))
+    assert sizes == [1 << 20, 8 << 20, 1 << 20, 1 << 20]
 
 
 @pytest.mark.parametrize("name", MLA)
