@@ -125,8 +125,9 @@ def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens:
     down = (a.q_lora_rank or 0) * 2 + a.cache_width
     query = a.num_heads * (a.qk_head_dim + a.v_head_dim)
     context = a.cache_width + a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
+    expanded = limit * context + min(num_tokens, limit) * a.num_heads * a.v_head_dim  # and what attention returns
     absorbed = min(num_tokens, MAX_ABSORBED_TOKENS) * a.num_heads * (a.cache_width + a.kv_lora_rank)
-    return (num_tokens * (down + query) + max(limit * context, absorbed)) * dtype_bytes
+    return (num_tokens * (down + query) + max(expanded, absorbed)) * dtype_bytes
 
 
 def _mlp_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:

@@ -7,7 +7,9 @@ S context tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +19,13 @@ from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.workspaces import fa3_splits
 from moe_engine.kernels.vendors.in_place import Room, TableInPlace
-from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of, slots_of
-from moe_engine.kernels.vendors.probe import FA3
+from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of, prefix_sums
+from moe_engine.kernels.vendors.parts import MergesParts, PartPlan, compile_merge, keys_and_values
+from moe_engine.kernels.vendors.probe import FA3, accepts
 from moe_engine.kernels.vendors.trees import Tree
+
+_LSE_KEYWORDS = ("return_softmax_lse", "return_attn_probs")
+"""Of `flash_attn_varlen_func`, in sgl_kernel and in hopper/flash_attn_interface.py."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,8 @@ class _Backend:
         return out, lse.transpose(0, 1)  # the library's is [H, T]
 
 
-class FA3MLA(_Backend):
-    """`MLABackend`. Raises ImportError where the library is not here or lacks what is called."""
+class FA3MLA(MergesParts, _Backend):
+    """`MLABackend` and `ExpandsParts`. Raises ImportError where the library is not here or lacks what is called."""
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
@@ -106,23 +112,43 @@ class FA3MLA(_Backend):
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
     ) -> Tensor:
-        queries.refuse_tree("gathered")
-        return torch.index_select(cache, 0, plan_of(plan).get(queries, "slots", lambda: slots_of(queries)), out=out)
+        return torch.index_select(cache, 0, gathered_slots(plan, queries), out=out)
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
-        heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
-        _refuse(limits.fa3_expanded(q.shape[2], kv.shape[2] - nope))
+        value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
+        _refuse(limits.fa3_expanded(q.shape[2], value))
+        compile_merge(q.dtype, value, q.device)
         if not q.shape[0]:
-            return q.new_empty(0, heads, kv.shape[2] - nope)
+            return q.new_empty(0, q.shape[1], value)
         starts = plan_of(plan).get(queries, "context_starts", lambda: _context_starts(queries))
-        keys = torch.cat((kv[..., :nope], k_rope.unsqueeze(1).expand(-1, heads, -1)), -1)  # [S, H, N+P]
-        out = self._lib.flash_attn_varlen_func(
-            q, keys, kv[..., nope:], cu_seqlens_q=queries.query_starts, cu_seqlens_k=starts,
-            max_seqlen_q=max(queries.query_lens), max_seqlen_k=max(queries.context_lens), softmax_scale=scale,
-            causal=True,
-        )  # fmt: skip
+        out = self._varlen(q, kv, k_rope, queries, starts, queries.context_lens, scale, causal=True)
         return out[0] if isinstance(out, tuple) else out  # some builds add the log-sum-exp unasked
+
+    def expanded_part(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    ) -> tuple[Tensor, Tensor]:
+        part, queries = plan.part, plan.part.queries
+        starts = plan.get(queries, "key_starts", lambda: prefix_sums(list(part.key_lens), q.device))
+        out, lse, *_ = self._varlen(
+            q, kv, k_rope, queries, starts, part.key_lens, scale, causal=part.causal, **self._lse_asked
+        )
+        return out, lse.transpose(0, 1).contiguous()  # the library's is [H, T], natural
+
+    @cached_property
+    def _lse_asked(self) -> dict[str, bool]:
+        """What makes the varlen function return a log-sum-exp; nothing in builds that always do."""
+        return {name: True for name in _LSE_KEYWORDS if accepts(self._lib.flash_attn_varlen_func, name)}
+
+    def _varlen(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, starts: Tensor, key_lens: Sequence[int],
+        scale: float, **options: Any,
+    ) -> Any:  # fmt: skip
+        keys, values = keys_and_values(kv, k_rope, q.shape[2] - k_rope.shape[1])
+        return self._lib.flash_attn_varlen_func(
+            q, keys, values, cu_seqlens_q=queries.query_starts, cu_seqlens_k=starts,
+            max_seqlen_q=max(queries.query_lens), max_seqlen_k=max(key_lens), softmax_scale=scale, **options,
+        )  # fmt: skip
 
 
 class FA3GQA(_Backend):

@@ -1,14 +1,17 @@
 """MLA by FlashInfer: the absorbed form by its MLA wrapper, the expanded form by its ragged prefill wrapper.
 
 Plans need numbers that the engine knows at the layers only (heads, scale, dtypes). The first step plans at its first
-layer; later steps plan ahead, in `plan`, with the numbers seen last.
+layer; later steps plan ahead, in `plan` and `plan_part`, with the numbers seen last.
 Legend: T query tokens, H query heads, N qk_nope, P rotary width, C kv_lora_rank, V v_head, S context tokens.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +19,20 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.workspaces import FLASHINFER_SMALL_PLAN_BYTES, flashinfer_ragged_plan_bytes
 from moe_engine.kernels.device import probe
 from moe_engine.kernels.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
 from moe_engine.kernels.vendors.in_place import Room
-from moe_engine.kernels.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums, slots_of
+from moe_engine.kernels.vendors.paging import (
+    Paged,
+    StepPlan,
+    as_pages,
+    gathered_slots,
+    host_ints,
+    plan_of,
+    prefix_sums,
+)
+from moe_engine.kernels.vendors.parts import MergesParts, PartPlan, compile_merge, keys_and_values
 from moe_engine.kernels.vendors.probe import FLASHINFER
 from moe_engine.kernels.vendors.trees import Tree
 
@@ -47,8 +60,9 @@ class _Expanded:
     dtype: torch.dtype
 
 
-class FlashInferMLA:
-    """`MLABackend` over `BatchMLAPagedAttentionWrapper` and `BatchPrefillWithRaggedKVCacheWrapper`.
+class FlashInferMLA(MergesParts):
+    """`MLABackend`, `Replayable` and `ExpandsParts` over `BatchMLAPagedAttentionWrapper` and
+    `BatchPrefillWithRaggedKVCacheWrapper`.
 
     Args:
         module: the library; default: the installed one.
@@ -67,6 +81,7 @@ class FlashInferMLA:
         self._wrappers: dict[Any, Wrappers] = {}
         self._absorbed: _Absorbed | None = None
         self._expanded: _Expanded | None = None
+        self._ragged: WeakValueDictionary[tuple[Any, ...], Planned] = WeakValueDictionary()
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         plan = StepPlan(batch)
@@ -124,24 +139,43 @@ class FlashInferMLA:
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
     ) -> Tensor:
-        queries.refuse_tree("gathered")
-        slots = plan_of(plan).get(queries, "slots", lambda: slots_of(queries))
-        return torch.index_select(cache, 0, slots, out=out)
+        return torch.index_select(cache, 0, gathered_slots(plan, queries), out=out)
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
-        heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
-        form = _Expanded(heads, q.shape[2], kv.shape[2] - nope, scale, q.dtype)
+        form = self._form_of(q, kv, k_rope, scale)
+        compile_merge(form.dtype, form.value_width, q.device)
+        if not q.shape[0]:
+            return q.new_empty(0, form.heads, form.value_width)
+        return self._run_ragged(self._plan_expanded(plan_of(plan), queries, form), q, kv, k_rope)
+
+    # -- `ExpandsParts`
+
+    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> PartPlan:
+        plan = super().plan_part(queries, first_keys, key_lens)
+        if self._expanded is not None:
+            self._plan_expanded_part(plan, self._expanded)
+        return plan
+
+    def expanded_part(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    ) -> tuple[Tensor, Tensor]:
+        planned = self._plan_expanded_part(plan, self._form_of(q, kv, k_rope, scale))
+        out, lse = self._run_ragged(planned, q, kv, k_rope, return_lse=True)
+        return out, lse.mul_(math.log(2))  # the library's is to base 2, of all its kernels
+
+    def _form_of(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float) -> _Expanded:
+        form = _Expanded(q.shape[1], q.shape[2], kv.shape[2] - q.shape[2] + k_rope.shape[1], scale, q.dtype)
         reason = limits.flashinfer_expanded(form.key_width, form.value_width)
         if reason:
             raise ValueError(reason)
-        if not q.shape[0]:
-            return q.new_empty(0, heads, form.value_width)
         self._expanded = form
-        planned = self._plan_expanded(plan_of(plan), queries, form)
-        keys = torch.cat((kv[..., :nope], k_rope.unsqueeze(1).expand(-1, heads, -1)), -1)  # [S, H, N+P]
-        values = kv[..., nope:].contiguous()  # strides are not promised; a copy is little beside the product
-        return planned.wrapper.run(q.contiguous(), keys, values)
+        return form
+
+    def _run_ragged(self, planned: Planned, q: Tensor, kv: Tensor, k_rope: Tensor, **options: Any) -> Any:
+        keys, values = keys_and_values(kv, k_rope, q.shape[2] - k_rope.shape[1])
+        # strides are not promised; a copy is little beside the product
+        return planned.wrapper.run(q.contiguous(), keys, values.contiguous(), **options)
 
     def _plan_absorbed(self, plan: StepPlan, queries: PagedQueries, form: _Absorbed) -> Planned:
         return plan.get(queries, form, lambda: self._new_absorbed(queries, form))
@@ -177,15 +211,36 @@ class FlashInferMLA:
         }
 
     def _plan_expanded(self, plan: StepPlan, queries: PagedQueries, form: _Expanded) -> Planned:
-        return plan.get(queries, form, lambda: self._new_expanded(queries, form))
+        return plan.get(queries, form, lambda: self._new_ragged(queries, queries.context_lens, True, form))
 
-    def _new_expanded(self, queries: PagedQueries, form: _Expanded) -> Planned:
+    def _plan_expanded_part(self, plan: PartPlan, form: _Expanded) -> Planned:
+        part = plan.part
+        return plan.get(part.queries, form, lambda: self._new_ragged(part.queries, part.key_lens, part.causal, form))
+
+    def _new_ragged(self, queries: PagedQueries, key_lens: Sequence[int], causal: bool, form: _Expanded) -> Planned:
+        """One for all parts of the same lengths, as long as anybody refers to it."""
+        key = (*queries.query_lens, None, *key_lens, causal, form)
+        known = self._ragged.get(key)
+        if known is not None:
+            return known
         device = queries.rows.device
-        starts, ends = (prefix_sums(lens, device) for lens in (queries.query_lens, queries.context_lens))
-        buffer = workspace(device)
-        make = self._lib.BatchPrefillWithRaggedKVCacheWrapper
-        wrappers = self._wrappers.setdefault("expanded", Wrappers(lambda: make(buffer, "NHD")))
-        return wrappers.plan(
-            starts, ends, form.heads, form.heads, form.key_width, head_dim_vo=form.value_width, causal=True,
+        starts, ends = (prefix_sums(lens, device) for lens in (queries.query_lens, list(key_lens)))
+        needed = flashinfer_ragged_plan_bytes(queries.num_tokens, queries.num_requests, form.heads)
+        small = needed <= FLASHINFER_SMALL_PLAN_BYTES  # a step of many long prompts has many
+        wrappers = self._wrappers.setdefault(
+            ("expanded", small), Wrappers(lambda: self._new_ragged_wrapper(device, small))
+        )
+        planned = self._ragged[key] = wrappers.plan(
+            starts, ends, form.heads, form.heads, form.key_width, head_dim_vo=form.value_width, causal=causal,
             sm_scale=form.scale, q_data_type=form.dtype, kv_data_type=form.dtype,
         )  # fmt: skip
+        return planned
+
+    def _new_ragged_wrapper(self, device: torch.device, small: bool) -> Any:
+        buffer = workspace(device)
+        wrapper = self._lib.BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD")
+        if small:
+            wrapper.reset_workspace_buffer(
+                buffer, torch.empty(FLASHINFER_SMALL_PLAN_BYTES, dtype=torch.uint8, device=device)
+            )
+        return wrapper

@@ -1,6 +1,6 @@
 """FlashMLA: the absorbed form over bf16 pages of 64 tokens (Hopper), or over FP8 records of 656 bytes.
 
-The library has no prefill kernels for Hopper: the expanded form runs on the best other backend that is here.
+The library has no dense prefill for Hopper: the expanded form, whole or in parts, runs on the best other backend here.
 Legend: T query tokens, H query heads, C latent (512), P rotary width (64), B requests, t most query tokens of one.
 """
 
@@ -16,11 +16,12 @@ from torch import Tensor
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.flashmla_records import Chosen, ChosenInPlace
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
-from moe_engine.kernels.attention.protocol import AttentionBatch, MLABackend, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionBatch, ExpandsParts, MLABackend, PagedQueries
 from moe_engine.kernels.device import HeadWidths, Need, probe
 from moe_engine.kernels.vendors.in_place import Room, TableInPlace
-from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of, slots_of
-from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts
+from moe_engine.kernels.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
+from moe_engine.kernels.vendors.parts import MergesParts, PartPlan
+from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, takes_nothing
 from moe_engine.kernels.vendors.trees import Tree
 
 PAGE = 64
@@ -69,9 +70,9 @@ class _Dense:
         return x.flatten(0, 1) if self.request is None else x[self.request, self.place]
 
 
-class FlashMLA:
-    """`MLABackend` over `flash_mla_with_kvcache`, in either generation of the interface: the older (2025, sgl_kernel)
-    takes a schedule that the caller asks for, and reads no records.
+class FlashMLA(MergesParts):
+    """`MLABackend`, `Replayable` and `ExpandsParts` over `flash_mla_with_kvcache`, in either generation of the
+    interface: the older (2025) takes a schedule that the caller asks for with the step's lengths, and reads no records.
 
     Args:
         module: the library; default: the installed one.
@@ -86,7 +87,7 @@ class FlashMLA:
 
     def __init__(self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None) -> None:
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
-        self._plans_itself = not accepts(self._lib.get_mla_metadata, "cache_seqlens")
+        self._plans_itself = takes_nothing(self._lib.get_mla_metadata)
         self._prefill = expanded
         self._room = Room()
         self._major = major
@@ -135,20 +136,33 @@ class FlashMLA:
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
     ) -> Tensor:
-        queries.refuse_tree("gathered")
-        rows = cache.index_select(0, plan_of(plan).get(queries, "slots", lambda: slots_of(queries)))
+        rows = cache.index_select(0, gathered_slots(plan, queries))
         if out is None and form_of(cache, LATENT, ROTARY) == PLAIN:
             return rows
         values = unpack(rows, LATENT, ROTARY)
         return values.to(torch.bfloat16) if out is None else out.copy_(values)
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
-        other = self._prefill
-        if other is None:
-            value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
-            other = self._prefill = _best_other(HeadWidths(q.shape[1], 1, q.shape[2], value, LATENT, ROTARY))
+        other = self._other(q, kv, k_rope)
         theirs = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
         return other.expanded(q, kv, k_rope, queries, scale, theirs)
+
+    def expanded_part(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    ) -> tuple[Tensor, Tensor]:
+        other, part = self._other(q, kv, k_rope), plan.part
+        assert isinstance(other, ExpandsParts)  # as every row does that a GPU may have
+        theirs = plan.get(
+            part.queries, "expanded", lambda: other.plan_part(part.queries, part.first_keys, part.key_lens)
+        )
+        return other.expanded_part(q, kv, k_rope, scale, theirs)
+
+    def _other(self, q: Tensor, kv: Tensor, k_rope: Tensor) -> MLABackend:
+        """Who runs the expanded form."""
+        if self._prefill is None:
+            value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
+            self._prefill = _best_other(HeadWidths(q.shape[1], 1, q.shape[2], value, LATENT, ROTARY))
+        return self._prefill
 
     def _dense(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
         heads = q.shape[1]  # a schedule is for one number of heads and one step's lengths

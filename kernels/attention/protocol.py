@@ -143,13 +143,18 @@ class ExpandsParts(Protocol):
 
     def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Any:
         """Of tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context: host work, once a step. The
-        value is also `gather_latent`'s plan for these tokens, with `out` for as many."""
+        value is also `gather_latent`'s plan for these tokens, with `out` for as many.
+
+        Every request has query tokens and keys. Either all parts end where the contexts end and hold the query tokens,
+        or all lie before the query tokens: libraries know these two masks. May raise ValueError for others.
+        """
 
     def expanded_part(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Any) -> tuple[Tensor, Tensor]:
-        """`MLABackend.expanded` over the part's tokens: (out [T, H, V], log-sum-exp [T, H] float32, natural)."""
+        """`MLABackend.expanded` over the part's tokens: (out [T, H, V], log-sum-exp [T, H] float32, natural), both
+        contiguous."""
 
     def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        """What `expanded_part` gave for one part takes in that of another, in place."""
+        """What `expanded_part` gave for one part takes in that of another, in place; all contiguous."""
 
 
 @runtime_checkable

@@ -6,13 +6,14 @@ V v_head, Dh head width, S gathered context tokens (s of one request).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
+from moe_engine.kernels.attention.parts import Part, merge_parts
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 
 MAX_SCORES = 1 << 22
@@ -20,7 +21,7 @@ MAX_SCORES = 1 << 22
 
 
 class TorchMLA:
-    """`MLABackend` without requirements."""
+    """`MLABackend` and `ExpandsParts` without requirements."""
 
     name = "torch"
 
@@ -44,8 +45,11 @@ class TorchMLA:
     ) -> Tensor:
         """As the protocol says; `value_width` is C where the rotary width is not 64."""
         queries.refuse_tree("gathered")
-        parts = [slots for _, slots, _ in _requests(queries)]
-        rows = cache.index_select(0, torch.cat(parts)) if parts else cache[:0]
+        if isinstance(plan, Part):
+            rows = cache.index_select(0, plan.slots())
+        else:
+            parts = [slots for _, slots, _ in _requests(queries)]
+            rows = cache.index_select(0, torch.cat(parts)) if parts else cache[:0]
         if out is None:
             return rows
         latent = out.shape[1] - 64 if value_width is None else value_width
@@ -53,17 +57,19 @@ class TorchMLA:
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
-        num_heads, nope = q.shape[1], q.shape[2] - k_rope.shape[-1]
-        out = q.new_empty(q.shape[0], num_heads, kv.shape[-1] - nope)
-        query_start = context_start = 0
-        for query_len, context_len in zip(queries.query_lens, queries.context_lens):
-            tokens = slice(query_start, query_start + query_len)
-            context = slice(context_start, context_start + context_len)
-            shared = k_rope[context].unsqueeze(1).expand(-1, num_heads, -1)
-            keys = torch.cat((kv[context, :, :nope], shared), -1).float()  # [s, H, N+P]
-            _attend(q[tokens], keys, kv[context, :, nope:].float(), scale, out[tokens])
-            query_start, context_start = tokens.stop, context.stop
-        return out
+        return _expanded(q, kv, k_rope, scale, queries, [0] * queries.num_requests, queries.context_lens)
+
+    # -- `ExpandsParts`
+
+    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Part:
+        return Part(queries, first_keys, key_lens)
+
+    def expanded_part(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Part) -> tuple[Tensor, Tensor]:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        return _expanded(q, kv, k_rope, scale, plan.queries, plan.first_keys, plan.key_lens, lse), lse
+
+    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        merge_parts(out, lse, other, other_lse)
 
 
 class TorchGQA:
@@ -82,6 +88,25 @@ class TorchGQA:
             keys, values = (head_records.unpack(c.index_select(0, slots), q.shape[-1]) for c in (k_cache, v_cache))
             _attend(q[tokens], keys, values, scale, out[tokens], visible)  # keys, values [s, G, Dh]
         return out
+
+
+def _expanded(
+    q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, queries: PagedQueries, firsts: Sequence[int],
+    lens: Sequence[int], lse: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Over tokens [firsts[i], firsts[i] + lens[i]) of request i's context: [T, H, V]; log-sum-exps into lse [T, H]."""
+    num_heads, nope = q.shape[1], q.shape[2] - k_rope.shape[-1]
+    out = q.new_empty(q.shape[0], num_heads, kv.shape[-1] - nope)
+    query_start = key_start = 0
+    for query_len, context_len, first, length in zip(queries.query_lens, queries.context_lens, firsts, lens):
+        tokens, part = slice(query_start, query_start + query_len), slice(key_start, key_start + length)
+        shared = k_rope[part].unsqueeze(1).expand(-1, num_heads, -1)
+        keys = torch.cat((kv[part, :, :nope], shared), -1).float()  # [s, H, N+P]
+        values, before = kv[part, :, nope:].float(), context_len - query_len - first
+        sums = None if lse is None else lse[tokens]
+        _attend(q[tokens], keys, values, scale, out[tokens], None, sums, before)
+        query_start, key_start = tokens.stop, part.stop
+    return out
 
 
 def _requests(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
@@ -104,12 +129,17 @@ def _hidden(queries: range, num_before: int, num_keys: int, visible: Tensor | No
     return (key >= 0) & (seen == 0)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, visible: Tensor | None = None) -> None:
-    """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V]; causal at the end, or as
-    `visible` [t] says."""
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, visible: Tensor | None = None,
+    lse: Tensor | None = None, num_before: int | None = None,
+) -> None:  # fmt: skip
+    """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V] and lse [t, H]; causal, with
+    `num_before` keys (default: s - t) before that of the first query token, or as `visible` [t] says."""
     num_queries, num_heads, width = q.shape
     num_keys, num_groups = keys.shape[:2]
     per_group = num_heads // num_groups
+    if num_before is None:
+        num_before = num_keys - num_queries
     keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)  # [G, W, s], [G, s, V]
     block = max(1, MAX_SCORES // max(1, num_heads * num_keys))
     for start in range(0, num_queries, block):
@@ -117,8 +147,11 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, 
         size = stop - start
         rows = q[start:stop].float().view(size, num_groups, per_group, width).transpose(0, 1)  # [G, t, H/G, W]
         scores = torch.bmm(rows.reshape(num_groups, size * per_group, width), keys).mul_(scale)
-        if num_queries > 1:
-            hidden = _hidden(range(start, stop), num_keys - num_queries, num_keys, visible, q.device)  # [t, s]
+        if num_before + 1 < num_keys:  # otherwise the first query token sees all of them
+            hidden = _hidden(range(start, stop), num_before, num_keys, visible, q.device)  # [t, s]
             scores.view(num_groups, size, per_group, num_keys).masked_fill_(hidden.unsqueeze(1), float("-inf"))
+        if lse is not None:
+            sums = scores.logsumexp(-1).view(num_groups, size, per_group)
+            lse[start:stop] = sums.transpose(0, 1).reshape(size, num_heads)
         mixed = torch.bmm(scores.softmax(-1), values)  # [G, t*H/G, V]
         out[start:stop] = mixed.view(num_groups, size, per_group, -1).transpose(0, 1).reshape(size, num_heads, -1)

@@ -245,10 +245,8 @@ class TritonMLA(_Backend):
     ) -> Tensor:
         queries.refuse_tree("expanded")
         if self._expanded_as is None:  # what a context in parts launches beside, compiled with the first prompt
-            part = q.new_zeros(1, 1, kv.shape[2] - q.shape[2] + k_rope.shape[1])
-            merge_chunk(
-                part, part.new_zeros(1, 1, dtype=torch.float32), part, part.new_zeros(1, 1, dtype=torch.float32)
-            )
+            part, lse = q.new_zeros(1, 1, kv.shape[2] - q.shape[2] + k_rope.shape[1]), q.new_zeros(1, 1).float()
+            merge_chunk(part, lse, part, lse)
         self._expanded_as = q.dtype
         tile = expanded_tile(q.dtype)
         return expanded_attention(q, kv, k_rope, _find(plan, queries).blocks(tile.block_m), tile, scale)[0]

@@ -10,7 +10,7 @@ Legend: T query tokens, H query heads, V width of a head's result (the latent, f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_engine.kernels.device import HeadWidths
 
@@ -26,6 +26,15 @@ FLASHINFER_PLAN_BYTES = 8 * MIB
 
 FLASHINFER_EAGER_WRAPPERS = 8
 """Wrappers that serve steps which are not recorded: in use, resting, and for both groups of a step."""
+
+FLASHINFER_SMALL_PLAN_BYTES = MIB
+"""Of the wrappers for prompts whose plans fit into that."""
+
+FLASHINFER_PLAN_SLACK = 1 << 16
+"""Lists by multiprocessor, and alignment."""
+
+FLASHINFER_SMALL_PLANS = 96
+"""Three of each of 16 long prompts (parts of one length share one), in two steps, one of them in flight."""
 
 FLASHINFER_TILE = 16
 """Rows of the smallest tile of its GQA kernels."""
@@ -46,6 +55,7 @@ class AttentionLoad:
     requests, tokens_each: of the largest step of decodes or verifications. widths: of the model there.
     pages: of the longest context. graphs, recorded: how many steps are recorded, and requests of the largest.
     record_page: tokens of a page where the cache holds FP8 records, which some kernels read by lists of slots; else 0.
+    expanded: context tokens whose keys and values are held at once, for MLA.
     """
 
     requests: int
@@ -55,6 +65,17 @@ class AttentionLoad:
     graphs: int = 0
     recorded: int = 0
     record_page: int = 0
+    expanded: int = 0
+
+    @property
+    def key_bytes(self) -> int:
+        """Keys with their rotary channels in place, of tokens that are expanded; vendor kernels compute in 16 bits."""
+        return 2 * self.expanded * self.widths.heads * self.widths.key
+
+    @property
+    def value_bytes(self) -> int:
+        """Their values as a tensor of their own."""
+        return 2 * self.expanded * self.widths.heads * self.widths.value
 
     @property
     def row_bytes(self) -> int:
@@ -95,8 +116,17 @@ def flashinfer_gqa_bytes(requests: int, rows_each: int, heads: int, groups: int,
 
 
 def flashinfer(load: AttentionLoad) -> int:
-    wrappers = FLASHINFER_EAGER_WRAPPERS + load.graphs
-    return FLASHINFER_BYTES + wrappers * FLASHINFER_PLAN_BYTES + load.table_bytes
+    """Its ragged kernels get keys and values of their own."""
+    plans = (FLASHINFER_EAGER_WRAPPERS + load.graphs) * FLASHINFER_PLAN_BYTES
+    if load.expanded:
+        plans += FLASHINFER_SMALL_PLANS * FLASHINFER_SMALL_PLAN_BYTES
+    return FLASHINFER_BYTES + plans + load.table_bytes + load.key_bytes + load.value_bytes
+
+
+def flashinfer_ragged_plan_bytes(tokens: int, requests: int, heads: int) -> int:
+    """What a plan of so many query tokens takes at most: Hopper's lists have an entry for each head of 128 tokens,
+    others' one for each 16 tokens, and one a token."""
+    return 4 * (7 * heads * (-(-tokens // 128) + requests) + 2 * tokens + 4 * requests) + FLASHINFER_PLAN_SLACK
 
 
 def flashinfer_gqa(load: AttentionLoad) -> int:
@@ -109,16 +139,19 @@ def flashinfer_gqa(load: AttentionLoad) -> int:
 
 def flashmla(load: AttentionLoad) -> int:
     """A result for each request and one more for each part of the device, a part having as many multiprocessors as a
-    request has blocks of 64 rows; and of records the lists of recorded steps (which Hopper does not record)."""
+    request has blocks of 64 rows; of records the lists of recorded steps (which Hopper does not record); and what
+    FlashInfer takes for prompts, which is more than any other row that may run them."""
     parts = max(1, MULTIPROCESSORS // -(-load.tokens_each * load.widths.heads // 64))
     splits = sum(size + parts for size in load.sizes)
     kept = load.list_bytes if load.record_page else load.table_bytes
-    return splits * load.tokens_each * load.row_bytes + kept
+    prompts = flashinfer(replace(load, graphs=0, recorded=0))
+    return splits * load.tokens_each * load.row_bytes + kept + prompts
 
 
 def fa3(load: AttentionLoad) -> int:
+    """Its varlen kernels get keys of their own."""
     splits = (FA3_MOST_SPLITS * size * load.tokens_each * load.row_bytes for size in load.sizes)
-    return sum(min(num_bytes, FA3_SPLIT_BYTES) for num_bytes in splits) + load.table_bytes
+    return sum(min(num_bytes, FA3_SPLIT_BYTES) for num_bytes in splits) + load.table_bytes + load.key_bytes
 
 
 def fa3_splits(tokens: int, heads: int, value_width: int) -> int:

@@ -25,6 +25,9 @@ Made = TypeVar("Made")
 TABLE = "table"
 """The key of a group's page table in a `StepPlan`."""
 
+SLOTS = "slots"
+"""The key of the slots of a group's contexts."""
+
 
 @dataclass(frozen=True)
 class Paged:
@@ -133,6 +136,12 @@ def slots_of(queries: PagedQueries) -> Tensor:
     request = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=total)
     position = torch.arange(total, device=lens.device) - (lens.cumsum(0) - lens)[request]
     return queries.slot_table[queries.rows.long()[request], position].long()
+
+
+def gathered_slots(plan: Any, queries: PagedQueries) -> Tensor:
+    """`slots_of`, or those that the plan holds instead: of a part of the contexts."""
+    queries.refuse_tree("gathered")
+    return plan_of(plan).get(queries, SLOTS, lambda: slots_of(queries))
 
 
 def as_pages(cache: Tensor, page_size: int) -> Tensor:

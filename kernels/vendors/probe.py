@@ -102,7 +102,7 @@ FLASHINFER_SAMPLING = Library(
 FLASH_MLA = Library(
     "FlashMLA",
     ("flash_mla", "sgl_kernel.flash_mla"),
-    "build github.com/deepseek-ai/FlashMLA; pip install 'moe-engine[fa3]' brings an older one",
+    "pip install 'moe-engine[fa3]' brings it, or build github.com/deepseek-ai/FlashMLA",
     ("get_mla_metadata", "flash_mla_with_kvcache"),
 )
 FA3 = Library(
@@ -124,6 +124,15 @@ def accepts(function: Callable[..., Any], argument: str) -> bool:
         return argument in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return f"{argument}:" in (function.__doc__ or "")
+
+
+def takes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def report(libraries: Sequence[Library] = LIBRARIES) -> dict[str, str]:

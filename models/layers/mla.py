@@ -24,7 +24,7 @@ from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.layers import mla_pieces
 from moe_engine.models.layers.linear import Linear, load_linear
-from moe_engine.models.layers.mla_pieces import Piece
+from moe_engine.models.layers.mla_pieces import ContextPart, Piece
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
@@ -225,19 +225,20 @@ class MLAAttention:
         out.copy_(attend(q, kv, rope, queries, self._scale, piece.plan))
 
     def _expanded_in_parts(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
-        """The same, of one part of the context after the other."""
+        """The same, of one part of the context after the other; keys and values of two are never there at once."""
         backend = self._backend
         assert isinstance(backend, ExpandsParts)
-        mixed: tuple[Tensor, Tensor] | None = None
-        for part in piece.parts:
-            kv, rope = self._expand(q, cache, piece.queries, part.plan, part.num_tokens)
-            found = backend.expanded_part(q, kv, rope, self._scale, part.plan)
-            if mixed is None:
-                mixed = found
-            else:
-                backend.merge_parts(*mixed, *found)
-        assert mixed is not None
-        out.copy_(mixed[0])
+        first, *others = piece.parts
+        mixed, lse = self._expanded_part(q, cache, piece, first)
+        out.copy_(mixed)
+        del mixed
+        for part in others:
+            backend.merge_parts(out, lse, *self._expanded_part(q, cache, piece, part))
+
+    def _expanded_part(self, q: Tensor, cache: Tensor, piece: Piece, part: ContextPart) -> tuple[Tensor, Tensor]:
+        """q [T, H, N+R] -> [T, H, V] and its log-sum-exp [T, H], over one part."""
+        kv, rope = self._expand(q, cache, piece.queries, part.plan, part.num_tokens)
+        return self._backend.expanded_part(q, kv, rope, self._scale, part.plan)  # type: ignore[attr-defined]
 
     def _expand(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, plan: Any, num_tokens: int

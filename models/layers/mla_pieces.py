@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moe_engine.kernels.attention.parts import part_lens
 from moe_engine.kernels.attention.protocol import (
     AttentionBatch,
     ExpandsParts,
@@ -60,8 +61,9 @@ def cut(
     Args:
         plan: the step's own; pieces that had to be cut get plans of their own.
         max_expanded_tokens: context tokens that are expanded at once. A request with more is expanded in parts where
-            the backend can put these together, else it runs in the absorbed form.
-        max_absorbed_tokens: query tokens of such a request run at once.
+            the backend can put these together (half as many query tokens at once, half as long), else it runs in the
+            absorbed form.
+        max_absorbed_tokens: query tokens of an absorbed request run at once.
 
     Raises:
         ValueError: if the prefill group is a draft tree; verification belongs to the decode group.
@@ -139,29 +141,33 @@ def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[
 
 
 def _parts(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextPart, ...]:
-    """Of one request. They are half as long as they might be: the results of two are held beside them."""
+    """Of one request."""
     assert isinstance(backend, ExpandsParts)
-    (context,), size = queries.context_lens, max(1, limit // 2)
-    return tuple(
-        ContextPart(min(size, context - first), backend.plan_part(queries, [first], [min(size, context - first)]))
-        for first in range(0, context, size)
-    )
+    (count,), (context,), parts = queries.query_lens, queries.context_lens, []
+    first = 0
+    for length in part_lens(context, count, _half(limit)):
+        parts.append(ContextPart(length, backend.plan_part(queries, [first], [length])))
+        first += length
+    return tuple(parts)
+
+
+def _half(limit: int) -> int:
+    """Tokens of a part, and query tokens that ask for it at once: where only one context is expanded, the results of a
+    part and what it is merged with take the other half of the memory."""
+    return max(1, limit // 2)
 
 
 def _cut_prefill(
     queries: PagedQueries, limit: int, max_absorbed: int, in_parts: bool
 ) -> Iterator[tuple[PagedQueries, bool]]:
-    """`in_parts`: a request beyond the limit stays whole, and expanded."""
+    """`in_parts`: a request beyond the limit stays expanded."""
     first, context = 0, 0
     for i, length in enumerate(queries.context_lens):
         if length > limit:
             if first < i:
                 yield _requests(queries, first, i), False
-            if in_parts:
-                yield _requests(queries, i, i + 1), False
-            else:
-                for part in _tokens(queries, i, max_absorbed):
-                    yield part, True
+            for tokens in _tokens(queries, i, _half(limit) if in_parts else max_absorbed):
+                yield tokens, not in_parts
             first, context = i + 1, 0
         elif context + length > limit:
             yield _requests(queries, first, i), False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_engine.config.ledger import TABLE_PADDING, LedgerRow
 from moe_engine.config.machine import Machine
 from moe_engine.errors import ConfigError
@@ -10,9 +12,9 @@ from moe_engine.kernels.attention.kv_format import E4M3
 from moe_engine.kernels.attention.workspaces import AttentionLoad
 from moe_engine.kernels.device import Need
 from moe_engine.kernels.registry import Row, select
-from moe_engine.models.config import ModelConfig
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.needs import head_widths
-from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
+from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW, MAX_EXPANDED_TOKENS
 from moe_engine.types import GraphSettings
 
 
@@ -70,8 +72,11 @@ def workspace_rows(
         graphs=graphs.num_graphs,
         recorded=max(graphs.sizes, default=0),
         record_page=page_size if kv_dtype == E4M3 else 0,
+        expanded=_expanded(model),
     )
     detail = f"{row.name}: results of parts of long contexts"
+    if row.workspace(load) > row.workspace(replace(load, expanded=0)):
+        detail += ", expanded keys once more as its kernels read them"
     if load.graphs:
         detail += f", plans of {load.graphs} recorded steps"
     return [LedgerRow("attention workspace", row.workspace(load), detail)]
@@ -90,8 +95,13 @@ def draft_workspace_rows(
     most = max(depth, DRAFT_FEW)  # when it catches up with what requests have got meanwhile
     pages = -(-(context_len + TABLE_PADDING + 2 * depth) // page_size)
     loads = (
-        AttentionLoad(requests=requests, tokens_each=tokens, widths=head_widths(draft), pages=pages)
+        AttentionLoad(requests, tokens, head_widths(draft), pages, expanded=_expanded(draft))
         for requests, tokens in ((running, depth), (min(running, DRAFT_CATCH_UP // most), most))
     )
     detail = f"{row.name}, for {draft.architecture}"
     return [LedgerRow("draft attention workspace", max(map(row.workspace, loads)), detail)]
+
+
+def _expanded(model: ModelConfig) -> int:
+    """Context tokens whose keys and values are held at once."""
+    return MAX_EXPANDED_TOKENS if isinstance(model.attention, MLAConfig) else 0

@@ -53,7 +53,8 @@ def test_the_ledger_counts_what_the_backend_states(prepared: Callable[..., Resol
     with_graphs, without = prepared(**flags), prepared(**flags, disable_cuda_graph=True)
     num_bytes, detail = workspace(with_graphs)
     assert name in detail and f"{with_graphs.graphs.num_graphs} recorded steps" in detail
-    load = AttentionLoad(256, 1, V3_WIDTHS, 8196 // 64 + 1, with_graphs.graphs.num_graphs, 256)
+    load = AttentionLoad(256, 1, V3_WIDTHS, 8196 // 64 + 1, with_graphs.graphs.num_graphs, 256, expanded=16384)
+    assert ("expanded keys once more" in detail) == (name != "triton")
     assert num_bytes == getattr(workspaces, name)(load)
     assert workspace(without)[0] < num_bytes
     assert with_graphs.max_total_num_tokens < without.max_total_num_tokens
@@ -101,14 +102,22 @@ def test_sizes_by_hand() -> None:
     eager = AttentionLoad(256, 1, V3_WIDTHS, 128)
     recorded = dataclasses.replace(eager, graphs=36, recorded=256)
     result = 4 * 128 * 513  # of one query token
-    assert workspaces.flashmla(eager) == (256 + 160 // 2) * result
-    assert workspaces.flashmla(recorded) == 2 * workspaces.flashmla(eager) + 4 * 256 * 128
+    decodes, prompts = (256 + 160 // 2) * result, (128 + 8 * 8) * MIB  # prompts run on FlashInfer
+    assert workspaces.flashmla(eager) == decodes + prompts
+    assert workspaces.flashmla(recorded) == 2 * decodes + 4 * 256 * 128 + prompts
     records = dataclasses.replace(recorded, record_page=64)  # a list of every context instead of its pages
-    assert workspaces.flashmla(records) == 2 * workspaces.flashmla(eager) + 4 * 256 * 128 * 64
+    assert workspaces.flashmla(records) == 2 * decodes + 4 * 256 * 128 * 64 + prompts
     assert workspaces.flashinfer(recorded) == (128 + (8 + 36) * 8) * MIB + 4 * 256 * 128
     assert workspaces.fa3(eager) == 256 * MIB
     assert workspaces.fa3(dataclasses.replace(eager, requests=2)) == 128 * 2 * result
     assert workspaces.triton(recorded) == 2 * 4 * 160 * 256 * 513
+    prompt = dataclasses.replace(eager, expanded=1000)  # keys of 192 channels, values of 128, of 128 heads in bf16
+    keys, values = 1000 * 128 * 192 * 2, 1000 * 128 * 128 * 2
+    both = keys + values + 96 * MIB  # and plans of parts
+    for states, copies in (
+        (workspaces.flashinfer, both), (workspaces.flashmla, both), (workspaces.fa3, keys), (workspaces.triton, 0),
+    ):  # fmt: skip
+        assert states(prompt) - states(eager) == copies
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 31, 256, 5000])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, SharedRun
@@ -13,13 +15,22 @@ from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.models.layers.mla_pieces import Piece, cut
 
 
-class CountingMLA(TorchMLA):
+class CountingMLA:
+    """Has no parts; only plans are asked for."""
+
+    name = "counting"
+
     def __init__(self) -> None:
         self.planned: list[AttentionBatch] = []
 
     def plan(self, batch: AttentionBatch) -> Any:
         self.planned.append(batch)
         return len(self.planned)
+
+    def absorbed(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    gather_latent = expanded = absorbed
 
 
 def queries(lengths: list[tuple[int, int]], first_row: int = 0) -> PagedQueries:
@@ -46,7 +57,9 @@ def check(
         stop = piece.tokens.stop
         assert part.query_starts.tolist() == torch.tensor([0, *part.query_lens]).cumsum(0).tolist()
         assert part.context_lens_device.tolist() == part.context_lens
-        if not piece.absorbed:
+        if piece.parts:
+            check_parts(piece, max(1, limits[0] // 2))
+        elif not piece.absorbed:
             assert part.num_context_tokens <= limits[0]
         elif part.rows[0] >= len(decode):
             assert part.num_tokens <= limits[1]
@@ -54,6 +67,18 @@ def check(
             seen += [(row, position) for position in range(context - num, context)]
     want = [(i, p) for i, (num, context) in enumerate(decode + prefill) for p in range(context - num, context)]
     assert seen == want
+
+
+def check_parts(piece: Piece, half: int) -> None:
+    """The whole context in order, each part within half of the limit, and so the query tokens."""
+    (count,), (context,), stop = piece.queries.query_lens, piece.queries.context_lens, 0
+    assert not piece.absorbed and piece.plan is None and count <= half
+    for part in piece.parts:
+        assert part.plan.queries is piece.queries and part.plan.first_keys == [stop]
+        assert part.plan.key_lens == [part.num_tokens] and 1 <= part.num_tokens <= half
+        stop += part.num_tokens
+        assert part.plan.causal == (stop == context)
+    assert stop == context
 
 
 def test_nothing_to_cut() -> None:
@@ -75,7 +100,19 @@ def test_long_requests_are_absorbed_in_parts() -> None:
     assert all((b.decode is not None) == p.absorbed for b, p in zip(backend.planned, pieces))
 
 
-def test_random_steps() -> None:
+def test_a_context_one_token_longer_than_the_limit_is_expanded_in_parts() -> None:
+    prefill = [(4, 4), (5, 21), (13, 14), (3, 3)]
+    for limit, whole in ((21, True), (20, False)):
+        pieces = cut(AttentionBatch(None, queries(prefill)), TorchMLA(), None, limit, 2)
+        check(pieces, [], prefill, (limit, 2))
+        assert not any(piece.absorbed for piece in pieces)
+        assert [[part.num_tokens for part in piece.parts] for piece in pieces if piece.parts] == (
+            [] if whole else [[6, 6, 9]]
+        )
+
+
+@pytest.mark.parametrize("make", [CountingMLA, TorchMLA])
+def test_random_steps(make: Callable[[], Any]) -> None:
     draw = random.Random(0)
     for _ in range(100):
         groups: list[list[tuple[int, int]]] = []
@@ -85,7 +122,7 @@ def test_random_steps() -> None:
         decode, prefill = groups
         limits = (draw.randint(5, 40), draw.randint(1, 5))
         batch = AttentionBatch(queries(decode) if decode else None, queries(prefill, len(decode)) if prefill else None)
-        check(cut(batch, TorchMLA(), None, *limits), decode, prefill, limits)
+        check(cut(batch, make(), None, *limits), decode, prefill, limits)
 
 
 class SharingMLA(CountingMLA):

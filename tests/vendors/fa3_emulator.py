@@ -1,5 +1,5 @@
-"""FlashAttention 3 as its sources have it, on the CPU: hopper/flash_attn_interface.py, hopper/flash_api.cpp. Made
-without our adapter's code."""
+"""FlashAttention 3 as its sources have it, on the CPU: hopper/flash_attn_interface.py, hopper/flash_api.cpp.
+Made without our adapter's code. With `wheel`, the varlen function has sgl_kernel's keyword for the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -65,6 +65,23 @@ def flash_attn_varlen_func(
     attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
     return_attn_probs=False,
 ):  # fmt: skip
+    out, lse = _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    return (out, lse) if return_attn_probs else out
+
+
+@launched
+def wheel_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None,
+    page_table=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, only_qv=False, sm_margin=0,
+    return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3, out=None,
+):  # fmt: skip
+    out, lse = _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    return (out, lse, None, None) if return_softmax_lse else out
+
+
+def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+    """out [T, H, V] and its log-sum-exp [H, T], natural."""
     _check_operands(q, k, v)
     _check_widths(q.shape[-1], v.shape[-1])
     check_shape(v, (*k.shape[:2], v.shape[2]), "v")
@@ -72,13 +89,14 @@ def flash_attn_varlen_func(
     must(len(a) == len(b), "batch sizes differ")
     for starts, most in ((a, max_seqlen_q), (b, max_seqlen_k)):
         must(most == max(y - x for x, y in itertools.pairwise(starts)), f"longest is {most}")
-    out = poison(*q.shape[:2], v.shape[-1], dtype=q.dtype)
+    out, lse = poison(*q.shape[:2], v.shape[-1], dtype=q.dtype), poison(q.shape[1], len(q), dtype=torch.float32)
+    scale = softmax_scale or q.shape[-1] ** -0.5
     for q0, q1, k0, k1 in zip(a, a[1:], b, b[1:]):
+        must(not causal or k1 - k0 >= q1 - q0, "the first query tokens would see nothing")
         seen = (causal_mask if causal else everything)(q1 - q0, k1 - k0)
-        out[q0:q1] = softmax_rows(q[q0:q1], k[k0:k1], v[k0:k1], softmax_scale or q.shape[-1] ** -0.5, seen)[0].to(
-            q.dtype
-        )
-    return out
+        result, sums = softmax_rows(q[q0:q1], k[k0:k1], v[k0:k1], scale, seen)
+        out[q0:q1], lse[:, q0:q1] = result.to(q.dtype), sums.float().T
+    return out, lse
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -101,8 +119,9 @@ def _starts(x: Tensor, total: int) -> list[int]:
     return values
 
 
-def module() -> Any:
+def module(wheel: bool = False) -> Any:
     return SimpleNamespace(
-        __name__="flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache,
-        flash_attn_varlen_func=flash_attn_varlen_func,
-    )  # fmt: skip
+        __name__="sgl_kernel.flash_attn" if wheel else "flash_attn_interface",
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+        flash_attn_varlen_func=wheel_varlen_func if wheel else flash_attn_varlen_func,
+    )

@@ -44,9 +44,31 @@ def unpack(records: Tensor) -> Tensor:
     )
 
 
-def _module(arch: int) -> Any:
+def _module(arch: int, wheel: bool) -> Any:
+    """The library, or sgl_kernel 0.4.10, which goes on to take the arguments of 2025."""
+
     def get_mla_metadata(*args, **kwargs):
         return FlashMLASchedMeta(), None
+
+    def wheel_metadata(
+        cache_seqlens=None, num_q_tokens_per_head_k=None, num_heads_k=None, num_heads_q=None, is_fp8_kvcache=False,
+        topk=None,
+    ):  # fmt: skip
+        must(cache_seqlens is None, "schedules of 2025 read no records; not emulated here")
+        return FlashMLASchedMeta(), None
+
+    def wheel_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+        softmax_scale=None, causal=False, descale_q=None, descale_k=None, is_fp8_kvcache=False, indices=None,
+        attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
+        kv_format=None,
+    ):  # fmt: skip
+        must(descale_q is None and descale_k is None and kv_format is None, "not emulated")
+        return flash_mla_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale,
+            causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
+            extra_topk_length,
+        )  # fmt: skip
 
     def flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
@@ -76,6 +98,10 @@ def _module(arch: int) -> Any:
         must(not is_fp8_kvcache and attn_sink is None and topk_length is None, "dense decode takes none of these")
         return _dense(q, k_cache, block_table, cache_seqlens, scale, causal)
 
+    if wheel:
+        return SimpleNamespace(
+            __name__="sgl_kernel.flash_mla", get_mla_metadata=wheel_metadata, flash_mla_with_kvcache=wheel_with_kvcache
+        )
     return SimpleNamespace(
         __name__="flash_mla", get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache
     )
@@ -143,7 +169,7 @@ def _check_older(schedule: Tensor, lens: Tensor) -> None:
 
 
 def _older_module() -> Any:
-    """The interface of 2025 (and of sgl_kernel): the caller asks for a schedule of the step's lengths; no records."""
+    """The interface of 2025: the caller asks for a schedule of the step's lengths; no records."""
     schedules: dict[int, tuple[Tensor, int]] = {}  # the tensors are kept, so that ids stay theirs
 
     def get_mla_metadata(
@@ -172,6 +198,6 @@ def _older_module() -> Any:
     )  # fmt: skip
 
 
-def module(arch: int = 9, plans_itself: bool = True) -> Any:
-    """A `flash_mla` on Hopper (9) or Blackwell (10), or the older interface on Hopper."""
-    return _module(arch) if plans_itself else _older_module()
+def module(arch: int = 9, plans_itself: bool = True, wheel: bool = False) -> Any:
+    """A `flash_mla` on Hopper (9) or Blackwell (10), the same of sgl_kernel, or the older interface on Hopper."""
+    return _module(arch, wheel) if plans_itself else _older_module()

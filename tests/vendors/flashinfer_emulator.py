@@ -189,6 +189,12 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         must(kv_layout == "NHD", "not emulated")
         type(self).made += 1
         self._plan: Any = None
+        self._plan_bytes = 8 << 20
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        _workspace(float_workspace_buffer)
+        must(int_workspace_buffer.dtype == torch.uint8 and int_workspace_buffer.dim() == 1, "int workspace: bytes")
+        self._plan_bytes = len(int_workspace_buffer)
 
     def plan(
         self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, custom_mask=None,
@@ -203,7 +209,11 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         must(len(q_starts) == len(kv_starts), "batch sizes differ")
         width = head_dim_qk if head_dim_vo is None else head_dim_vo
         must((head_dim_qk, width) in PREFILL_WIDTHS, f"no kernels for {head_dim_qk}, {width}")
+        for (a, b), (c, d) in zip(itertools.pairwise(q_starts), itertools.pairwise(kv_starts)):
+            must(not causal or d - c >= b - a, "the first query tokens would see nothing")
         must(num_qo_heads % num_kv_heads == 0, "query heads must divide by KV heads")
+        works = num_qo_heads * sum(-(-(b - a) // 128) for a, b in itertools.pairwise(q_starts))
+        must(7 * 4 * works + 4 * 133 <= self._plan_bytes, f"Hopper's plan of {works} works does not fit")
         dtype = torch.float16 if q_data_type == "float16" else q_data_type
         must(dtype in HALF and kv_data_type in (None, dtype), f"no kernels for {q_data_type}, {kv_data_type}")
         self._plan = SimpleNamespace(
@@ -223,11 +233,13 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         for x in (q, k, v):
             must(x.dtype == p.dtype, f"planned for {p.dtype}, run with {x.dtype}")
             must(x.is_contiguous(), "ragged tensors must be contiguous")
-        out = poison(p.q[-1], p.heads, p.vo, dtype=p.dtype)
+        must(lse_base in ("log2", "ln") and lse_layout in ("NH", "HN"), f"LSE {lse_base}, {lse_layout}")
+        out, sums = poison(p.q[-1], p.heads, p.vo, dtype=p.dtype), poison(p.q[-1], p.heads, dtype=torch.float32)
         for a, b, c, d in zip(p.q, p.q[1:], p.kv, p.kv[1:]):
             seen = (causal if p.causal else everything)(b - a, d - c)
-            out[a:b] = softmax_rows(q[a:b], k[c:d], v[c:d], p.scale, seen)[0].to(p.dtype)
-        return out
+            result, natural = softmax_rows(q[a:b], k[c:d], v[c:d], p.scale, seen)
+            out[a:b], sums[a:b] = result.to(p.dtype), natural.float() / (math.log(2) if lse_base == "log2" else 1)
+        return (out, sums if lse_layout == "NH" else sums.T.contiguous()) if return_lse else out
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

@@ -29,14 +29,15 @@ LENS = [
 LATENT, WIDTH = 512, 576
 
 
-def flash_mla(arch: int = 9, plans_itself: bool = True) -> FlashMLA:
-    return FlashMLA(flash_mla_emulator.module(arch, plans_itself), expanded=TorchMLA())
+def flash_mla(arch: int = 9, plans_itself: bool = True, wheel: bool = False) -> FlashMLA:
+    return FlashMLA(flash_mla_emulator.module(arch, plans_itself, wheel), expanded=TorchMLA())
 
 
 MLA = {
     "flashinfer": (lambda: FlashInferMLA(flashinfer_emulator.module()), (1, 16, 64)),
     "fa3": (lambda: FA3MLA(fa3_emulator.module()), (1, 16, 64)),
     "flashmla": (flash_mla, (64, 128)),
+    "flashmla of the wheel": (lambda: flash_mla(wheel=True), (64,)),
     "flashmla of 2025": (lambda: flash_mla(plans_itself=False), (64,)),
 }
 MLA_CASES = [(name, page) for name, (_, pages) in MLA.items() for page in pages]
@@ -112,11 +113,14 @@ def test_expanded_equals_float64(name, lens):
         q_start, k_start = q_start + count, k_start + length
 
 
-@pytest.mark.parametrize("arch,page_size,at_once", [(9, 1, 1 << 24), (9, 64, 256), (10, 16, 1 << 24)])
+@pytest.mark.parametrize(
+    "arch,page_size,at_once,wheel",
+    [(9, 1, 1 << 24, False), (9, 64, 256, True), (10, 16, 1 << 24, False), (10, 64, 256, True)],
+)
 @pytest.mark.parametrize("tree", [False, True])
-def test_flashmla_over_fp8_records(arch, page_size, tree, at_once, monkeypatch):
+def test_flashmla_over_fp8_records(arch, page_size, tree, at_once, wheel, monkeypatch):
     monkeypatch.setattr("moe_engine.kernels.attention.flashmla_records.MAX_LISTED", at_once)
-    backend = flash_mla(arch)
+    backend = flash_mla(arch, wheel=wheel)
     queries, size = paged_queries([(1, 70), (0, 3), (1, 1), (3, 3)], page_size)
     queries, trees = random_trees(queries) if tree else (queries, None)
     records = torch.full((size, 656), 255, dtype=torch.uint8)  # NaN wherever it is read

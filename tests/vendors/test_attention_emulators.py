@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -148,14 +149,23 @@ def test_fa3_paged(change):
         {"cu_seqlens_k": ints(0, 4, 10)},
         {"v": normal(11, 2, 64, dtype=BF16)},
         {"k": normal(11, 2, 128, dtype=BF16)},
+        {"causal": True, "cu_seqlens_k": ints(0, 1, 8), "k": normal(8, 2, 192, dtype=BF16),
+         "v": normal(8, 2, 128, dtype=BF16)},
     ],
-)
-def test_fa3_varlen(change):
+)  # fmt: skip
+@pytest.mark.parametrize("wheel", [False, True])
+def test_fa3_varlen(change, wheel):
     good = {
         "q": normal(5, 2, 192, dtype=BF16), "k": normal(11, 2, 192, dtype=BF16), "v": normal(11, 2, 128, dtype=BF16),
         "cu_seqlens_q": ints(0, 2, 5), "cu_seqlens_k": ints(0, 4, 11), "max_seqlen_q": 3, "max_seqlen_k": 7,
     }  # fmt: skip
-    must_break(fa3_emulator.flash_attn_varlen_func, good, change)
+    library = fa3_emulator.module(wheel)
+    must_break(library.flash_attn_varlen_func, good, change)
+    keyword, other = ("return_softmax_lse", "return_attn_probs")[:: 1 if wheel else -1]
+    with pytest.raises(TypeError, match=other):
+        library.flash_attn_varlen_func(**good, **{other: True})
+    out, lse, *_ = library.flash_attn_varlen_func(**good, **{keyword: True})
+    assert out.shape == (5, 2, 128) and lse.shape == (2, 5) and lse.dtype == torch.float32
 
 
 # FlashInfer
@@ -218,6 +228,33 @@ def test_flashinfer_mla_runs(change):
         wrapper.run(**good)
     wrapper.plan(**mla_plan())
     must_break(wrapper.run, good, change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"q": normal(4, 2, 192, dtype=BF16)},
+        {"k": normal(8, 2, 192, dtype=BF16)},
+        {"v": normal(7, 2, 128, dtype=torch.float16)},
+        {"v": normal(7, 2, 256, dtype=BF16)[..., 128:]},
+        {"lse_base": "e"},
+    ],
+)
+def test_flashinfer_ragged_runs(change):
+    """As planned; log-sum-exps are to base 2 where nothing else is asked for."""
+    ragged = flashinfer_emulator.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    plan = {"q_data_type": BF16, "head_dim_vo": 128, "sm_scale": 0.1}
+    with pytest.raises(ContractBroken, match="see nothing"):
+        ragged.plan(ints(0, 3), ints(0, 2), 2, 2, 192, causal=True, **plan)
+    ragged.plan(ints(0, 3), ints(0, 7), 2, 2, 192, **plan)
+    good = {
+        "q": normal(3, 2, 192, dtype=BF16), "k": normal(7, 2, 192, dtype=BF16), "v": normal(7, 2, 128, dtype=BF16),
+        "return_lse": True,
+    }  # fmt: skip
+    must_break(ragged.run, good, change)
+    _, lse = ragged.run(**good)
+    scores = torch.einsum("thd,shd->ths", good["q"].double(), good["k"].double()) * 0.1
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1) / math.log(2), rtol=1e-5, atol=1e-5)
 
 
 def test_flashinfer_prefill_needs_the_dtype_said():

@@ -20,17 +20,10 @@ from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.vendors.deep_gemm import DeepGemm
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
-from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
 from tests.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.vendors.deep_gemm_emulator import DeepGemmEmulator
 
-SIZES = {
-    "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "n_routed_experts": 4, "n_group": 2,
-    "topk_group": 2, "num_experts_per_tok": 2, "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_hidden_layers": 2, "initializer_range": 0.06,
-}  # fmt: skip
 ATTENTION = {
     "flashinfer": lambda: FlashInferMLA(flashinfer_emulator.module()),
     "fa3": lambda: FA3MLA(fa3_emulator.module()),
@@ -38,15 +31,10 @@ ATTENTION = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("v3"), seed=3, fp8=True, **SIZES)
-
-
-def stepper(path: Path, **rows: Any) -> Stepper:
+def stepper(path: Path, max_expanded_tokens: int = 16384, **rows: Any) -> Stepper:
     config = load_model_config(path)
     backends = replace(make_backends(config, dtype="bfloat16", page_size=64), **rows)
-    model = load_model(path, config, "bfloat16", "cpu", backends)
+    model = load_model(path, config, "bfloat16", "cpu", backends, max_expanded_tokens=max_expanded_tokens)
     return Stepper(model, config, backends, torch.bfloat16, page_size=64)
 
 
@@ -70,3 +58,20 @@ def test_logits(checkpoint, name, arch):
     assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"}
     assert (got - same_products).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
     assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantised twice
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_long_contexts_are_expanded_in_parts(checkpoint, name):
+    """Of 32 and 16 tokens at once: the logits of the torch row, which expands them whole; only decodes are absorbed."""
+    attention = ATTENTION[name]()
+    absorbed, counts = attention.absorbed, []
+
+    def counted(q: Tensor, *rest: Any) -> Tensor:
+        counts.append(len(q))
+        return absorbed(q, *rest)
+
+    attention.absorbed = counted
+    got = logits_of(stepper(checkpoint, max_expanded_tokens=32, attention=attention))
+    want = logits_of(stepper(checkpoint))
+    assert (got - want).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
+    assert counts == [1, 1, 3, 3]  # of each step with decodes, in two layers

@@ -65,6 +65,33 @@ def test_absorbed(name, tree):
     close(got.cpu(), absorbed_reference(q, cache, queries, scale, trees), scale=3)
 
 
+@pytest.mark.parametrize("name", [*names(tables.MLA), "triton"])
+def test_expanded_whole_and_in_parts(name):
+    """A context of 900 tokens as parts of 256 and 388, where the last ones see each other causally."""
+    backend, nope, heads = build("attention", tables.MLA, name), 128, 16
+    queries, size = paged_queries([(70, 900)], 64)
+    cache, moved = normal(size, WIDTH, dtype=BF16).cuda(), on_gpu(queries)
+    q, kv = normal(70, heads, 192, dtype=BF16).cuda(), normal(900, heads, 256, dtype=BF16).cuda()
+    rope = backend.gather_latent(cache, moved, None)[:, LATENT:]
+    keys = torch.cat((kv[..., :nope], rope[:, None].expand(-1, heads, -1)), -1).cpu()
+    want = attend(q.cpu(), keys, kv[..., nope:].cpu(), 0.07)
+    plan = backend.plan(AttentionBatch(None, moved))
+    close(backend.expanded(q, kv, rope, moved, 0.07, plan).cpu(), want, scale=3)
+    found, first = [], 0
+    for length in (256, 256, 388):
+        plan = backend.plan_part(moved, [first], [length])
+        latent = backend.gather_latent(cache, moved, plan, q.new_empty(length, WIDTH), LATENT)
+        found.append(backend.expanded_part(q, kv[first : first + length], latent[:, LATENT:], 0.07, plan))
+        first += length
+    for part in found[1:]:
+        backend.merge_parts(*found[0], *part)
+    close(found[0][0].cpu(), want, scale=3)
+    scores = torch.einsum("thd,shd->ths", q.cpu().double(), keys.double()) * 0.07
+    hidden = torch.arange(900)[None] > torch.arange(830, 900)[:, None]
+    sums = scores.masked_fill(hidden[:, None], -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(found[0][1].cpu().double(), sums, rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("name", names(tables.GQA))
 @pytest.mark.parametrize("tree", [False, True])
 def test_gqa(name, tree):
