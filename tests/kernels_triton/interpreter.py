@@ -29,6 +29,9 @@ _TORCH = {
 _convert = interpreter._convert_float
 _dot = interpreter.InterpreterBuilder.create_dot
 _patch_tensor = interpreter._patch_lang_tensor
+_patch_lang = interpreter._patch_lang
+_patched: set[Any] = set()
+"""Modules of the language that are patched while a kernel runs."""
 
 
 def convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -70,8 +73,36 @@ def patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+class _Patches:
+    """What a kernel patched, until it ends."""
+
+    def __init__(self, scope: Any) -> None:
+        self._scope = scope
+
+    def restore(self) -> None:
+        self._scope.restore()
+        _patched.clear()
+
+
+class _NoPatches:
+    def restore(self) -> None:
+        """The kernel that runs will."""
+
+
+def patch_lang(function: Any) -> Any:
+    """Once a kernel. The interpreter does it again for every function that a kernel calls, a third of all its time."""
+    modules = {value for value in function.__globals__.values() if value is tl or value is tl.core}
+    if modules and modules <= _patched:
+        return _NoPatches()
+    scope = _patch_lang(function)
+    nested = bool(_patched)
+    _patched.update(modules)
+    return _NoPatches() if nested else _Patches(scope)
+
+
 def install() -> None:
     """Idempotent; for the whole process."""
+    interpreter._patch_lang = patch_lang
     interpreter.InterpreterBuilder.create_inline_asm = inline_asm
     interpreter._patch_lang_tensor = patch_tensor
     interpreter._convert_float = convert_float

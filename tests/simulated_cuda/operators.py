@@ -269,7 +269,7 @@ def _one_device(op: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> int:
     for x in elsewhere:
         if op in TAKES_HOST_INDEX and x.dtype in (torch.int64, torch.bool, torch.int32):
             note_wait(f"{op} with an index on the host")
-        elif x.dim() or torch.Tag.pointwise not in op.tags:
+        elif x.dim() or (torch.Tag.pointwise not in op.tags and op is not aten.fill_.Tensor):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{', '.join(map(str, sorted(devices, key=str)))} and cpu! ({op})"

@@ -240,9 +240,9 @@ class SpeculativeStep:
             assert levels is not None and masks is not None
             real = np.arange(ids.shape[-1] if ids.dim() == 2 else masks.shape[1]) < verification.counts[:, None]
             prompt_positions = [np.arange(s, s + c) for s, c in zip(starts[num:].tolist(), counts[num:].tolist())]
-            depths = (verification.starts[:, None] + self._stream.read(levels))[real]
-            positions = np.concatenate([depths, *prompt_positions])
-            visible = self._stream.read(masks)[real]
+            levels_read, masks_read = self._stream.read(torch.stack((levels, masks)))  # one wait, not two
+            positions = np.concatenate([(verification.starts[:, None] + levels_read)[real], *prompt_positions])
+            visible = masks_read[real]
         return self._builder.assemble(
             TokenRuns(
                 rows=rows,
@@ -345,7 +345,9 @@ class SpeculativeStep:
             path = self._upload(offsets[:num])[:, None] + accepted.path
             paths = np.where(counts[:num] > 1, path.shape[1], 1)  # without drafts there is one slot only
             counts = np.concatenate((paths, counts[num:]))
-            path = path[self._upload(np.arange(path.shape[1]) < counts[:num, None])]
+            path = path.flatten().index_select(
+                0, self._upload(np.flatnonzero(np.arange(path.shape[1]) < counts[:num, None]))
+            )
             own = [np.arange(o, o + c) for o, c in zip(offsets[num:].tolist(), counts[num:].tolist())]
             chunks = self._upload(np.concatenate([np.zeros(0, dtype=np.int64), *own]))
             batch, forward = self._batches.runs(rows, starts, counts, num_decodes=num)
