@@ -52,21 +52,26 @@ def _triton_float32(device: Device, need: Need) -> str | None:
     return triton_why_not(device, "float32")
 
 
+def _unrecorded_torch(device: Device, need: Need) -> str | None:
+    return "the torch row reads on the host how many tokens there are for each expert, or in each context"
+
+
 def _rows(
-    family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch
-) -> list[Row]:
+    family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
+    torch_unrecorded: WhyNot | None = None,
+) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
-        Row("torch", f"{package}.reference:{torch_class}", 0, torch_why_not),
+        Row("torch", f"{package}.reference:{torch_class}", 0, torch_why_not, why_not_recorded=torch_unrecorded),
         Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not),
     ]
 
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear")
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts")
-MLA = _rows("attention", "TorchMLA", "CpuMLA")
-GQA = _rows("attention", "TorchGQA", "CpuGQA")
+EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_unrecorded=_unrecorded_torch)
+MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_unrecorded=_unrecorded_torch)
+GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_unrecorded=_unrecorded_torch)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 TOKEN_ROWS = _rows("token_rows", "TorchTokenRows", "CpuTokenRows")
 

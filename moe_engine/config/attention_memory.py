@@ -37,6 +37,21 @@ def attention_row(machine: Machine, need: Need, asked: str) -> Row | None:
         raise ConfigError(f"--attention-backend {asked}: {error}") from None
 
 
+def experts_row(machine: Machine, need: Need, asked: str) -> Row:
+    """The row of experts that will run.
+
+    Args:
+        asked: --moe-runner-backend.
+
+    Raises:
+        ConfigError: the one asked for cannot run there.
+    """
+    try:
+        return select("experts", tables.EXPERTS, asked, machine.kernel_device, need).row
+    except ValueError as error:
+        raise ConfigError(f"--moe-runner-backend {asked}: {error}") from None
+
+
 def unrecorded(machine: Machine, row: Row | None, need: Need) -> str | None:
     """Why steps with that row cannot be recorded, or None."""
     if row is None or row.why_not_recorded is None:

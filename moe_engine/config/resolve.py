@@ -187,7 +187,7 @@ def resolve(
     own_part = _own_part(machine, parallel)
     running = _most_running(args, machine, parallel)
     need = _need(args, local_heads(model, parallel.topology.attn_tp_size), dtype, kv_dtype, page_size)
-    graphs = resolve_graphs(args, own_part, parallel, experts, speculation, running, need, record)
+    graphs = resolve_graphs(args, model, own_part, parallel, experts, speculation, running, need, record)
     compiled = resolve_compile(args, model, parallel, device, speculation, running, record)
     sizing = _size(
         args, model, own_part, dtype, kv_dtype, context_len, page_size, chunk, checkpoint, speculation, draft, parallel,

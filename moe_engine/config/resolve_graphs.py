@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.attention_memory import attention_row, unrecorded
+from moe_engine.config.attention_memory import attention_row, experts_row, unrecorded
 from moe_engine.config.decisions import Record
 from moe_engine.config.field import option_of
 from moe_engine.config.ledger import GB, LedgerRow
@@ -29,6 +29,7 @@ RECORDED_EXACTLY = 32
 
 def resolve_graphs(
     args: EngineArgs,
+    model: ModelConfig,
     machine: Machine,
     parallel: ParallelPlan,
     experts: ExpertSettings,
@@ -55,7 +56,7 @@ def resolve_graphs(
                 f"{flags.cuda_graph_max_bs_decode}: drop one"
             )
     asked = flags.disable_cuda_graph or flags.cuda_graph_backend_decode == "disabled"
-    why = "asked for" if asked else _why_not(args, machine, parallel, experts, need)
+    why = "asked for" if asked else _why_not(args, model, machine, parallel, experts, need)
     if why is not None:
         wanted = sorted(args.given & set(vars(flags)))
         if machine.device == "cpu" and wanted:
@@ -76,7 +77,7 @@ def resolve_graphs(
 
 
 def _why_not(
-    args: EngineArgs, machine: Machine, parallel: ParallelPlan, experts: ExpertSettings, need: Need
+    args: EngineArgs, model: ModelConfig, machine: Machine, parallel: ParallelPlan, experts: ExpertSettings, need: Need
 ) -> str | None:
     if machine.device != "cuda":
         return NO_LAUNCHES
@@ -88,7 +89,10 @@ def _why_not(
         return "--enable-eplb looks at every step and moves experts between them"
     if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
         return "recorded experts of many ranks: all must leave the graphs in the same step"
-    return unrecorded(machine, attention_row(machine, need, args.backends.attention_backend), need)
+    rows = [attention_row(machine, need, args.backends.attention_backend)]
+    if model.moe is not None:
+        rows.append(experts_row(machine, need, args.backends.moe_runner_backend))
+    return next((why for row in rows if (why := unrecorded(machine, row, need)) is not None), None)
 
 
 def _counts(speculation: SpeculationConfig | None) -> tuple[int, ...]:

@@ -119,6 +119,13 @@ def test_attention_that_cannot_be_replayed(on_gpu) -> None:
     assert flashmla(blackwell, fp8) is None and flashmla(hopper, plain) is None
 
 
+@pytest.mark.parametrize("family", ["attention_backend", "moe_runner_backend"])
+def test_rows_that_read_on_the_host_are_not_recorded(on_gpu, family: str) -> None:
+    config = on_gpu(**{family: "torch"})
+    assert not config.graphs.sizes and any("no CUDA graphs: the torch row reads" in note for note in config.notes)
+    assert all(row.name != "CUDA graphs" for row in config.ledger.rows) and on_gpu().graphs.sizes
+
+
 def test_size_for() -> None:
     padded, exact = GraphSettings((1, 4, 6)), GraphSettings((1, 4, 6), pad=False)
     assert [padded.size_for(n) for n in (1, 2, 4, 5, 7)] == [1, 4, 4, 6, None]
