@@ -85,6 +85,10 @@ class DeviceStream:
         """A small device tensor of host values or lists of them, for things that change rarely."""
         return self.upload(torch.tensor(values, dtype=dtype))
 
+    def rows_of(self, tensor: Tensor, indices: Sequence[int]) -> Tensor:
+        """Some rows of a device tensor, as new memory. An index that is a list would wait for an accelerator."""
+        return tensor.index_select(0, self.from_list(indices, torch.int64))
+
     def read(self, tensor: Tensor) -> np.ndarray:
         """A tensor's values on the host, now: an accelerator is waited for."""
         return tensor.cpu().numpy() if self.asynchronous else tensor.numpy()

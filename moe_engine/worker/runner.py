@@ -281,7 +281,7 @@ class ModelRunner:
             logits = self.model.logits(wanted, sizes)
         self._phase, model_ended = "sampling", time.perf_counter()
         wanting = [i for i, row in enumerate(batch.sampled.rows.tolist()) if row in self.rows.logprobs]
-        raw = logits[wanting] if wanting else None  # a copy
+        raw = self.stream.rows_of(logits, wanting) if wanting else None
         accepted, new = step.accept(logits, batch, verification)
         step.advance(plan, verification, accepted, new)
         copy = self.stream.download([accepted.tokens, accepted.counts, new])
@@ -311,7 +311,7 @@ class ModelRunner:
     ) -> PendingStep:
         plan_rows = plan.rows if all(plan.samples) else [r for r, samples in zip(plan.rows, plan.samples) if samples]
         wanting = [i for i, row in enumerate(plan_rows) if row in self.rows.logprobs] if self.rows.logprobs else []
-        raw = logits[wanting] if wanting else None  # a copy
+        raw = self.stream.rows_of(logits, wanting) if wanting else None
         edits = self.rows.edits
         edited = edits.active and bool(edits.wanted[sampled.rows].any())
         if edited:
@@ -326,7 +326,7 @@ class ModelRunner:
         pending = PendingStep(plan.number, plan_rows, self.stream.download([tokens]), prompts=prompts)
         if raw is not None:
             specs: Sequence[LogprobSpec] = [self.rows.logprobs[plan_rows[i]] for i in wanting]
-            chosen = token_logprobs(raw, tokens[wanting], specs, self.stream)
+            chosen = token_logprobs(raw, self.stream.rows_of(tokens, wanting), specs, self.stream)
             pending.logprobs = PendingLogprobs.start(chosen, specs, self.stream)
             pending.logprob_indices = wanting
         return pending

@@ -57,6 +57,7 @@ class Graph:
 
     def taken(self, block: Block) -> None:
         """Memory was taken while it was recorded."""
+        block.pooled = True
         self._blocks.append(block)
 
     def touches(self, tensor: Tensor, writes: bool, what: str) -> None:
@@ -78,6 +79,7 @@ class Graph:
     def replay(self) -> None:
         if self._stream is None or self._stream.capturing is self:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        MEMORY.collect()
         for graph in _pools[self._pool]:
             graph.poison()
         stream = current()

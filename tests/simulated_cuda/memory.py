@@ -47,6 +47,8 @@ class Block:
     """For `order`."""
     recorded: set[Any] = field(default_factory=set)
     """Streams named by ``Tensor.record_stream``."""
+    pooled: bool = False
+    """Whether it belongs to a pool of graphs, for good."""
     managed: Any = None
     """What torch's tensors hold; None once they gave it back."""
 

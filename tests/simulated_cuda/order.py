@@ -71,8 +71,8 @@ def freed(block: Block) -> None:
     """A block is given back. Its stream may take it again behind its own work only: a hazard where another stream may
     still be at it, and nobody called ``record_stream``."""
     home = block.stream
-    for access in block.accesses:
-        if home is not None and access.stream not in block.recorded and not home.knows(access.stream, access.tick):
+    for access in () if block.pooled or home is None else block.accesses:
+        if access.stream not in block.recorded and not home.knows(access.stream, access.tick):
             hazards.append(
                 f"memory of stream {home.number} is given back while {access.what} on stream {access.stream.number} "
                 "may be at it: Tensor.record_stream, or wait for that stream first"

@@ -1,6 +1,6 @@
-"""Whole engines on a simulated GPU against the CPU, as a process: ``python -m tests.simulated_cuda.outside_engine NAME``.
+"""Engines on a simulated GPU against the CPU, as a process: ``python -m tests.simulated_cuda.outside_engine NAME``.
 
-Prints one JSON value: the answers there and on the CPU, the number of recorded steps, the kernels that were launched, and
+Prints one JSON value: the answers there and on the CPU, how many steps were recorded, which kernels were launched, and
 what the thread that launches steps waited for, once the engine was ready.
 """
 
@@ -39,7 +39,7 @@ EDITS = [
 CASES: dict[str, dict[str, Any]] = {
     # every kernel of our own, prompts in chunks, decodes recorded
     "triton": {"flags": {"cuda_graph_max_bs": 2}},
-    "drafts": {"flags": {**FEW, "cuda_graph_max_bs": 2}, "both": {**DRAFTS, "speculative_eagle_topk": 1}},
+    "drafts": {"flags": {**FEW, "cuda_graph_max_bs": 2}, "both": {**DRAFTS, "speculative_eagle_topk": 1}, "logprob": True},
     "tree": {"flags": NONE, "both": TREE},
     "edits": {"flags": NONE, "samplings": EDITS, "logprob": True},
 }

@@ -100,8 +100,9 @@ def add_logprobs(
 ) -> None:
     """Log-probabilities of the new tokens, from the logits raw [W, V] of the sampled rows `wanting`."""
     place = {index: i for i, index in enumerate(wanting)}
-    nodes = stream.read(verification.nodes.gather(1, accepted.path))  # [D, K]
-    tokens = stream.read(accepted.tokens)
+    path = verification.nodes.gather(1, accepted.path)  # [D, K]
+    read = stream.read(torch.cat((path.flatten(), accepted.tokens.flatten(), prompts)))  # one wait, not three
+    nodes, tokens = read[: 2 * path.numel()].reshape(2, *path.shape)
     num, first_prompt = len(verification.rows), int(verification.counts.sum())
     entries: list[tuple[int, int, int]] = []  # row of raw, request, index among its tokens
     chosen: list[int] = []
@@ -110,12 +111,12 @@ def add_logprobs(
             if node in place:
                 entries.append((place[node], d, k))
                 chosen.append(int(tokens[d, k]))
-    for p, token in enumerate(stream.read(prompts).tolist()):
+    for p, token in enumerate(read[2 * path.numel() :].tolist()):
         if first_prompt + p in place:
             entries.append((place[first_prompt + p], num + p, 0))
             chosen.append(token)
     specs = [wanted[pending.rows[request]] for _, request, _ in entries]
-    picked = raw[[entry[0] for entry in entries]]
+    picked = stream.rows_of(raw, [entry[0] for entry in entries])
     tensors = token_logprobs(picked, stream.from_list(chosen, torch.int64), specs, stream)
     pending.logprobs = PendingLogprobs.start(tensors, specs, stream)
     pending.logprob_places = [(request, k) for _, request, k in entries]
