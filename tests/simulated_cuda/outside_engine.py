@@ -39,10 +39,12 @@ EDITS = [
 CASES: dict[str, dict[str, Any]] = {
     # every kernel of our own, prompts in chunks, decodes recorded
     "triton": {"flags": {"cuda_graph_max_bs": 2}},
-    "drafts": {"flags": {**FEW, "cuda_graph_max_bs": 2}, "both": {**DRAFTS, "speculative_eagle_topk": 1}, "logprob": True},
+    "drafts": {
+        "flags": {**FEW, "cuda_graph_max_bs": 2}, "both": {**DRAFTS, "speculative_eagle_topk": 1}, "logprob": True,
+    },
     "tree": {"flags": NONE, "both": TREE},
     "edits": {"flags": NONE, "samplings": EDITS, "logprob": True},
-}
+}  # fmt: skip
 
 
 def script(samplings: list[dict[str, Any]], logprob: bool) -> list[Scripted]:
