@@ -55,6 +55,10 @@ def install() -> None:
     _kept.append(library)
     _runtime(torch)
     _tensors(torch)
+    if torch.distributed.is_available():
+        from tests.simulated_cuda import nccl
+
+        nccl.install()
     try:
         import triton  # noqa: F401
     except ImportError:
