@@ -45,7 +45,7 @@ def install() -> None:
     from tests.simulated_cuda.memory import MEMORY
 
     MEMORY.attach(device)
-    MEMORY.on_free = order.freed
+    MEMORY.on_take, MEMORY.on_free = order.taken, order.freed
     MEMORY.current_stream = streams.current
     library = torch.library.Library("_", "IMPL")
     library.fallback(operators.fallback, "CUDA")

@@ -44,6 +44,9 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
         return _call(self, *args, **kwargs)
     if any(x.numel() for x in on_host):
         raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?): {name}")
+    elsewhere = {x.device for x in tensors if x.is_cuda and x.device.index != streams.index_of()}
+    if elsewhere:  # it would run on the current device, and reach the other's memory or fail
+        raise RuntimeError(f"{name} is launched on device {streams.index_of()} with memory of {elsewhere}")
     launch = Launch(name)
     blocks = {id(block): block for x in tensors if x.is_cuda for block in [MEMORY.block(x)]}
     if launch.graph is not None:

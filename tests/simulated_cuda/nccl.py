@@ -53,7 +53,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, self._timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._stream: Any = None
-        self._device: int | None = None
+        self._device: torch.device | None = None
 
     def _set_sequence_number_for_group(self) -> None:
         self._gloo._set_sequence_number_for_group()
@@ -137,7 +137,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         call = getattr(self._gloo, name)
         if not self._takes([*out, *x], sums):
             return call(out, opts) if together else call(out[0], x[0], *rows, opts)
-        launch, stream = self._launch(name, opts.asyncOp)
+        launch, stream = self._launch(name, out[0].device, opts.asyncOp)
         for tensor in x:
             launch.reads(tensor)
         for tensor in out:
@@ -159,7 +159,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         call = getattr(self._gloo, name)
         if not self._takes([x], False):
             return call([x], peer, tag)
-        launch, stream = self._launch(name, True)
+        launch, stream = self._launch(name, x.device, True)
         if launch.graph is not None:
             raise NotImplementedError("messages of a graph")
         launch.reads(x) if name == "send" else launch.writes(x)
@@ -186,29 +186,29 @@ class ProcessGroupNCCL(dist.ProcessGroup):
                 raise RuntimeError(f"Input tensor data type is not supported for NCCL process group: {x.dtype}")
             if sums and x.dtype in FP8:
                 raise RuntimeError("Unsupported Float8 type for NCCL reduction")
-            if x.device.index != (self._device if self._device is not None else streams.index_of()):
-                raise RuntimeError(f"a communicator of device {self._device or streams.index_of()} is given {x.device}")
+            if x.device != (self._device or tensors[0].device):
+                raise RuntimeError(f"a communicator of {self._device or tensors[0].device} is given {x.device}")
         return True
 
-    def _launch(self, name: str, beside: bool) -> tuple[Launch, Any]:
+    def _launch(self, name: str, device: torch.device, beside: bool) -> tuple[Launch, Any]:
         """On the group's own stream if `beside`, which then is returned."""
-        current = streams.current()
+        current = streams.current(device)
         if self._device is None:
             if current.capturing is not None:
                 raise RuntimeError(
                     f"{name}: a group's first operation makes its communicator, which a graph cannot record"
                 )
-            self._device = streams.index_of()
+            self._device = device
         if not beside:
-            return Launch(name), None
+            return Launch(name, device), None
         if self._stream is None:
-            self._stream = streams.Stream(self._device)
+            self._stream = streams.Stream(device)
         self._stream.wait_stream(current)
         with streams.on_stream(self._stream):
-            return Launch(name), self._stream
+            return Launch(name, device), self._stream
 
     def _work(self, stream: Any, tensors: list[Tensor], finish: Callable[[], None] = lambda: None) -> Any:
-        return _Done() if stream is None else _Work(stream.record_event(), tensors, finish, self._timeout)
+        return _Done() if stream is None else _Work(stream, tensors, finish)
 
     def _wait(self, start: Callable[[], Any]) -> None:
         """For what gloo does: for ever where it cannot, since a device does not notice."""
@@ -234,15 +234,16 @@ class _Done:
 class _Work:
     """Work on a group's own stream: `wait` puts the current stream behind it. Keeps its tensors until then."""
 
-    def __init__(self, event: streams.Event, tensors: list[Tensor], finish: Callable[[], None], limit: timedelta) -> None:
-        self._event, self._tensors, self._finish, self._limit = event, tensors, finish, limit
+    def __init__(self, stream: streams.Stream, tensors: list[Tensor], finish: Callable[[], None]) -> None:
+        self._device, self._event = stream.device, stream.record_event()
+        self._tensors, self._finish = tensors, finish
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         with self._lock:
             self._finish()
             self._finish = lambda: None
-        self._event.wait(streams.current())
+        self._event.wait(streams.current(self._device))
         if timeout != NO_TIMEOUT:  # then the host waits, too
             self._event.synchronize()
         self._tensors = []
