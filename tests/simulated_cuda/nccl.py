@@ -256,5 +256,7 @@ class _Work:
 def install() -> None:
     """Idempotent; for the whole process."""
     distributed_c10d._NCCL_AVAILABLE = True
+    distributed_c10d.default_pg_nccl_timeout = ProcessGroupNCCL.Options._timeout
+    torch.cuda.nccl.version = lambda: (2, 27, 5)
     distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL
     dist.ProcessGroupNCCL = ProcessGroupNCCL

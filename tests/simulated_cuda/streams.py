@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ _copies: list[_Copy] = []
 _host_clock: Clock = {}
 _lock = threading.RLock()
 _random = random.Random(0)
+_streams: WeakSet[Stream] = WeakSet()
 _several = False
 
 
@@ -94,6 +96,8 @@ class Stream:
         self.priority = priority
         self.number = next(_numbers)
         self.clock: Clock = {self.number: 0}
+        with _lock:
+            _streams.add(self)
         self.capturing: Any = None
         """The graph that is recorded from it: since it was begun there, or since it waited for one of its streams."""
 
@@ -298,7 +302,8 @@ def on_device(device: Any) -> Iterator[None]:
 def synchronize(device: Any = None) -> None:
     """``torch.cuda.synchronize``."""
     note_wait("torch.cuda.synchronize")
+    index = index_of(device)
     with _lock:
-        clocks = [c.stream.clock for c in _copies] + [s.clock for s in _defaults.values()]
-    for clock in [*clocks, current(device).clock]:
-        finish(clock)
+        streams = [stream for stream in _streams if stream.device.index == index]
+    for stream in streams:
+        finish(stream.clock)
