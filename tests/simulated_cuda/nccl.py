@@ -104,6 +104,11 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._do("alltoall_base", [out], [x], opts, alone, list(out_rows), list(x_rows))
 
+    def allgather(self, out: Sequence[Sequence[Tensor]], x: Sequence[Tensor], opts: Any = None) -> Any:
+        if self._takes(x, False):
+            raise NotImplementedError("lists of tensors are gathered on the host alone")
+        return self._gloo.allgather(out, x, opts or dist.AllgatherOptions())
+
     alltoall_base, _allgather_base, _reduce_scatter_base = all_to_all_single, all_gather_single, reduce_scatter_single
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Any:
