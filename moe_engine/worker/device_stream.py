@@ -154,17 +154,23 @@ class StreamLane:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             result = call(*args)
-        return StreamPending(self._device, self._stream.record_event(), result)
+        return StreamPending(self._device, self._stream.record_event(), result, args)
 
 
 class StreamPending:
-    """A call whose work is on its way on another stream."""
+    """A call whose work is on its way on another stream.
 
-    def __init__(self, device: torch.device, done: Any, result: Any) -> None:
-        self._device, self._done, self._result = device, done, result
+    Args:
+        kept: what the call reads. Were it given back before its owner has waited, the owner's next tensors would lie
+            in its memory while the other stream is still at it.
+    """
+
+    def __init__(self, device: torch.device, done: Any, result: Any, kept: Any) -> None:
+        self._device, self._done, self._result, self._kept = device, done, result, kept
 
     def wait(self) -> Any:
         torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._kept = None
         return self._result
 
 

@@ -37,6 +37,11 @@ class Graph:
         self._stream: Any = None
         self._pool: Any = None
         self._touched: dict[tuple[Block, int, int, bool], str] = {}
+        self.accesses: dict[Block, list[order.Access]] = {}
+        """Of its own launches, to put those of several streams in order."""
+        self.streams: list[Any] = []
+        """All that it is recorded from."""
+        self.recording = False
         self.num_replays = 0
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **options: Any) -> None:
@@ -44,28 +49,36 @@ class Graph:
         if self._stream.capturing is not None:
             raise RuntimeError("CUDA error: stream is already capturing")
         self._stream.capturing = self
+        self.streams, self.recording = [self._stream], True
         _pools.setdefault(self._pool, []).append(self)
 
     @torch.inference_mode()
     def capture_end(self) -> None:
-        self._stream.capturing = None
+        for stream in self.streams:
+            stream.capturing = None
+        self.recording = False
+        self.accesses.clear()
         for block, content in self._before.values():
             block.host.copy_(content)
         for block in self._blocks:
             block.host.fill_(POISON)
         self._before.clear()
+        if any(not self._stream.knows(stream, stream.clock[stream.number]) for stream in self.streams):
+            raise RuntimeError("CUDA error: capturing stream has unjoined work")
 
     def taken(self, block: Block) -> None:
         """Memory was taken while it was recorded."""
         block.pooled = True
         self._blocks.append(block)
 
-    def touches(self, tensor: Tensor, writes: bool, what: str) -> None:
+    def touches(self, tensor: Tensor, writes: bool, stream: Any, tick: int, what: str) -> None:
         """A launch will read or write a tensor whenever it is replayed."""
-        block = MEMORY.block(tensor)
+        block, extent = MEMORY.block(tensor), order.extent(tensor)
+        access = order.Access(*extent, stream, tick, writes, what)
+        self.accesses[block] = order.behind(self.accesses.get(block, []), access)
         if writes:
             self.keep(block)
-        self._touched.setdefault((block, *order.extent(tensor), writes), what)
+        self._touched.setdefault((block, *extent, writes), what)
 
     def keep(self, block: Block) -> None:
         """A launch is about to write to a block."""

@@ -45,7 +45,7 @@ def install() -> None:
     from tests.simulated_cuda.memory import MEMORY
 
     MEMORY.attach(device)
-    MEMORY.on_free = order.freed
+    MEMORY.on_take, MEMORY.on_free = order.taken, order.freed
     MEMORY.current_stream = streams.current
     library = torch.library.Library("_", "IMPL")
     library.fallback(operators.fallback, "CUDA")
@@ -55,6 +55,11 @@ def install() -> None:
     _kept.append(library)
     _runtime(torch)
     _tensors(torch)
+    if torch.distributed.is_available():
+        from tests.simulated_cuda import nccl, symmetric
+
+        nccl.install()
+        symmetric.install()
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -130,7 +135,7 @@ def _tensors(torch: Any) -> None:
     from tests.simulated_cuda import operators
     from tests.simulated_cuda.memory import MEMORY
 
-    empty = torch.empty
+    empty, zeros = torch.empty, torch.zeros
 
     def pinned_too(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         made = empty(*args, **kwargs)
@@ -142,6 +147,9 @@ def _tensors(torch: Any) -> None:
             made.view(torch.uint8).fill_(0xFF) if made.dim() else made.fill_(-1)
         return operators.pin(made)
 
+    def pinned_zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return pinned_too(*args, pin_memory=True, **kwargs).zero_() if pin_memory else zeros(*args, **kwargs)
+
     def pin_memory(self: Any, device: Any = None) -> Any:
         if self.is_cuda:
             raise RuntimeError("cannot pin a CUDA tensor: only dense CPU tensors can be pinned")
@@ -150,7 +158,7 @@ def _tensors(torch: Any) -> None:
     def record_stream(self: Any, stream: Any) -> None:
         MEMORY.block(self).recorded.add(stream)
 
-    torch.empty = pinned_too
+    torch.empty, torch.zeros = pinned_too, pinned_zeros
     torch.Tensor.pin_memory = pin_memory
     torch.Tensor.is_pinned = lambda self, device=None: operators.is_pinned(self)
     torch.Tensor.record_stream = record_stream

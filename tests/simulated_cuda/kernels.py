@@ -12,9 +12,9 @@ from triton.runtime import interpreter
 from triton.runtime.jit import TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.simulated_cuda import streams
+from tests.simulated_cuda import streams, symmetric
 from tests.simulated_cuda.memory import MEMORY
-from tests.simulated_cuda.operators import Launch
+from tests.simulated_cuda.operators import Launch, is_pinned
 
 _call = interpreter.GridExecutor.__call__
 _place = interpreter.interpreter_builder.set_grid_idx
@@ -40,12 +40,16 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
     name = self.fn.__name__
     tensors = _tensors([*args, *kwargs.values()])
     on_host = [x for x in tensors if not x.is_cuda]
-    if not tensors or len(on_host) == len(tensors):
+    tensors = [x for x in tensors if x.is_cuda]
+    if not tensors:
         return _call(self, *args, **kwargs)
-    if any(x.numel() for x in on_host):
+    if any(x.numel() and not is_pinned(x) for x in on_host):
         raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?): {name}")
+    elsewhere = {x.device for x in tensors if x.device.index != streams.index_of()}
+    if elsewhere:  # it would run on the current device, and reach the other's memory or fail
+        raise RuntimeError(f"{name} is launched on device {streams.index_of()} with memory of {elsewhere}")
     launch = Launch(name)
-    blocks = {id(block): block for x in tensors if x.is_cuda for block in [MEMORY.block(x)]}
+    blocks = {id(block): block for x in tensors for block in [MEMORY.block(x)]}
     if launch.graph is not None:
         for block in blocks.values():
             launch.graph.keep(block)
@@ -56,7 +60,8 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
     def run() -> None:
         _call(self, *hosts, **host_options)
 
-    run()
+    if launch.graph is None or not any(map(symmetric.leads_there, tensors)):  # others' memory could not be put back
+        run()
     for x in tensors:
         block = MEMORY.block(x)
         changed = id(block) in before and not before[id(block)].equal(block.host)

@@ -67,6 +67,7 @@ class Memory:
         self._given_back = (ctypes.c_void_p * 256)()
         self._by_managed: dict[int, Block] = {}
         self.used = [0] * 64  # bytes, by device
+        self.on_take: Callable[[Block], None] = lambda block: None
         self.on_free: Callable[[Block], None] = lambda block: None
         self.current_stream: Callable[[int], Any] = lambda device: None
 
@@ -84,6 +85,7 @@ class Memory:
         if self.used[device] + host.nbytes > TOTAL:
             raise torch.OutOfMemoryError(f"CUDA out of memory: simulated device {device} has {TOTAL >> 20} MiB")
         block = Block(host, device, self.current_stream(device))
+        self.on_take(block)
         managed = _Managed(
             _DLTensor(host.data_ptr(), _CUDA, device, 1, *_BYTES, (ctypes.c_int64 * 1)(host.numel()), None, 0),
             None,

@@ -27,13 +27,12 @@ TAKES_HOST_INDEX = {
 
 
 class Launch:
-    """One launch on the current stream: what it reads and writes is checked, and recorded where a graph is."""
+    """One launch on a device's current stream: what it reads and writes is checked, and recorded where a graph is."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, device: Any = None) -> None:
         MEMORY.collect()
-        order.raise_hazards()
         self.what = what
-        self.stream: Stream = current()
+        self.stream: Stream = current(device)
         self.tick = self.stream.launch()
         self.graph = self.stream.capturing
 
@@ -45,7 +44,7 @@ class Launch:
 
     def _touches(self, tensor: Tensor, writes: bool) -> None:
         if self.graph is not None:
-            self.graph.touches(tensor, writes, self.what)
+            self.graph.touches(tensor, writes, self.stream, self.tick, self.what)
         else:
             order.touch(tensor, writes, self.stream, self.tick, self.what)
 
@@ -56,7 +55,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _empty(op, *args, **kwargs)
     if op is aten._local_scalar_dense.default:
         note_wait("a scalar is read")
-        Launch("item").reads(args[0])
+        Launch("item", args[0].device).reads(args[0])
         return op(MEMORY.host(args[0]))
     if op is aten.record_stream.default:
         raise NotImplementedError("record_stream through the dispatcher")
@@ -95,9 +94,9 @@ def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
 
 def copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``aten::copy_`` with a device on either side."""
-    launch = Launch("copy")
     if into.is_cuda and source.is_cuda:
         return _compute(aten.copy_.default, (into, source), {})
+    launch = Launch("copy", into.device if into.is_cuda else source.device)
     if into.is_cuda:
         _upload(launch, into, source, non_blocking)
     else:
@@ -119,7 +118,7 @@ def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) ->
     if launch.graph is not None:
         launch.graph.add(lambda: there.copy_(source))
     elif pinned and non_blocking:
-        under_way(source, None)
+        under_way(source, None, launch.stream)
 
 
 def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) -> None:
@@ -132,7 +131,7 @@ def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) 
             return
         if into.dtype != source.dtype:
             raise NotImplementedError("a simulated download that converts")
-        under_way(into, content)
+        under_way(into, content, launch.stream)
         return
     note_wait("a download")
     into.copy_(content)
@@ -158,7 +157,7 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in flat if isinstance(x, Tensor)]
     if op in BY_VALUES:
         note_wait(str(op))
-    launch = Launch(str(op))
+    launch = Launch(str(op), index)
     written = _written(op, args, kwargs)
     for tensor in tensors:
         if tensor.is_cuda:
@@ -166,7 +165,8 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 launch.writes(tensor)
             else:
                 launch.reads(tensor)
-    if any(not tensor.numel() for tensor in written) and "out" in str(op):
+    fresh = [x for x in written if not x.numel() and sum(x is other for other in flat) == 1]  # not what is also read
+    if fresh and "out" in str(op):
         return _made(op, flat, spec, written, launch)
     hosts = [_host(x) for x in flat]
     host_args, host_kwargs = tree_unflatten(hosts, spec)

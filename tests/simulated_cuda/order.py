@@ -6,7 +6,9 @@ and of which one writes, must come behind it: by an event, by a stream that wait
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -16,12 +18,14 @@ from tests.simulated_cuda.streams import HazardError, Stream
 MOST = 64
 """Accesses kept of a block; the oldest are forgotten."""
 
-hazards: list[str] = []
-"""Found where nothing can be raised; the next launch says so."""
+_left: dict[tuple[Stream, Any], list[Access]] = {}
+"""Under way on other streams when their memory was given back: by its stream, and the graph recorded from that."""
 
 
 @dataclass(frozen=True)
-class _Access:
+class Access:
+    """What a launch did with bytes of a block."""
+
     begin: int
     end: int
     stream: Stream
@@ -50,38 +54,55 @@ def touch(tensor: Tensor, writes: bool, stream: Stream, tick: int, what: str) ->
 
 def touch_bytes(block: Block, begin: int, end: int, writes: bool, stream: Stream, tick: int, what: str) -> None:
     """`touch`, of bytes of a block."""
-    if begin == end:
-        return
+    block.accesses = behind(block.accesses, Access(begin, end, stream, tick, writes, what))
+
+
+def behind(accesses: list[Access], new: Access) -> list[Access]:
+    """The accesses that matter after one more.
+
+    Raises:
+        HazardError: it is not behind one of them.
+    """
+    if new.begin == new.end:
+        return accesses
     kept = []
-    for other in block.accesses:
-        overlaps = other.begin < end and begin < other.end
-        known = stream.knows(other.stream, other.tick)
-        if overlaps and not known and (writes or other.writes):
+    for other in accesses:
+        overlaps = other.begin < new.end and new.begin < other.end
+        known = new.stream.knows(other.stream, other.tick)
+        if overlaps and not known and (new.writes or other.writes):
             raise HazardError(
-                f"{what} on stream {stream.number} {'writes' if writes else 'reads'} what {other.what} on stream "
-                f"{other.stream.number} {'writes' if other.writes else 'reads'}, and nothing puts them in order"
+                f"{new.what} on stream {new.stream.number} {'writes' if new.writes else 'reads'} what {other.what} on "
+                f"stream {other.stream.number} {'writes' if other.writes else 'reads'}, and nothing puts them in order"
             )
-        inside = begin <= other.begin and other.end <= end
-        if not (inside and known and (writes or not other.writes)):
+        inside = new.begin <= other.begin and other.end <= new.end
+        if not (inside and known and (new.writes or not other.writes)):
             kept.append(other)
-    block.accesses = [*kept[-MOST:], _Access(begin, end, stream, tick, writes, what)]
+    return [*kept[-MOST:], new]
 
 
 def freed(block: Block) -> None:
-    """A block is given back. Its stream may take it again behind its own work only: a hazard where another stream may
-    still be at it, and nobody called ``record_stream``."""
+    """A block is given back. Its stream may have it again at once, behind its own work only: where another stream may
+    still be at it, and nobody called ``record_stream``, whatever the stream takes next may lie there."""
     home = block.stream
-    for access in () if block.pooled or home is None else block.accesses:
-        if access.stream not in block.recorded and not home.knows(access.stream, access.tick):
-            hazards.append(
-                f"memory of stream {home.number} is given back while {access.what} on stream {access.stream.number} "
-                "may be at it: Tensor.record_stream, or wait for that stream first"
-            )
+    if home is None:
+        return
+    recorded = home.capturing.accesses.get(block, []) if home.capturing is not None else []
+    before = [*recorded, *([] if block.pooled else block.accesses)]
+    left = [x for x in before if x.stream not in block.recorded and not home.knows(x.stream, x.tick)]
+    if left:
+        given_back = [replace(x, begin=0, end=sys.maxsize, what=f"{x.what} (given back since)") for x in left]
+        _left.setdefault((home, home.capturing), []).extend(given_back)
 
 
-def raise_hazards() -> None:
-    """Raises HazardError with what was found since the last call."""
-    if hazards:
-        found = hazards[:]
-        hazards.clear()
-        raise HazardError("; ".join(found))
+def taken(block: Block) -> None:
+    """A block is given out: what may still be at its memory is at it."""
+    home = block.stream
+    if home is None or (home, home.capturing) not in _left:
+        return
+    left = [x for x in _left.pop((home, home.capturing)) if not home.knows(x.stream, x.tick)]
+    if left:
+        _left[home, home.capturing] = left
+        if home.capturing is not None:
+            home.capturing.accesses[block] = left
+        else:
+            block.accesses = left

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ _copies: list[_Copy] = []
 _host_clock: Clock = {}
 _lock = threading.RLock()
 _random = random.Random(0)
+_streams: WeakSet[Stream] = WeakSet()
 _several = False
 
 
@@ -94,8 +96,10 @@ class Stream:
         self.priority = priority
         self.number = next(_numbers)
         self.clock: Clock = {self.number: 0}
+        with _lock:
+            _streams.add(self)
         self.capturing: Any = None
-        """The graph that is recorded from it."""
+        """The graph that is recorded from it: since it was begun there, or since it waited for one of its streams."""
 
     @property
     def cuda_stream(self) -> int:
@@ -116,7 +120,24 @@ class Stream:
         return stream is self or max(self.clock.get(stream.number, 0), _host_clock.get(stream.number, 0)) >= tick
 
     def wait_stream(self, other: Stream) -> None:
+        self._comes_behind(other.capturing)
         _merge(self.clock, other.clock)
+
+    def wait_clock(self, clock: Clock, graph: Any) -> None:
+        """Comes behind what an event saw, while `graph` was recorded from its stream (None: none was)."""
+        self._comes_behind(graph)
+        _merge(self.clock, clock)
+
+    def _comes_behind(self, graph: Any) -> None:
+        """A stream that waits for one of a recording belongs to it from then on."""
+        if graph is self.capturing:
+            return
+        if graph is None:
+            raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
+        if self.capturing is not None or not graph.recording:
+            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
+        self.capturing = graph
+        graph.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -145,6 +166,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._clock: Clock | None = None
+        self._graph: Any = None  # that was recorded from the stream
         self._asked = 0
         self._timing = enable_timing
         self._launches = 0
@@ -152,15 +174,16 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current()
         _merge(stream.clock, _host_clock)
-        self._clock, self._asked = dict(stream.clock), 0
+        self._clock, self._graph, self._asked = dict(stream.clock), stream.capturing, 0
         self._launches = stream.clock[stream.number]
 
     def wait(self, stream: Stream | None = None) -> None:
         if self._clock is not None:
-            _merge((stream or current()).clock, self._clock)
+            (stream or current()).wait_clock(self._clock, self._graph)
 
     def query(self) -> bool:
         """Done when asked for the second or third time."""
+        self._check()
         self._asked += 1
         if self._asked < 2 + _random.randrange(2):
             return False
@@ -170,8 +193,13 @@ class Event:
 
     def synchronize(self) -> None:
         note_wait("Event.synchronize")
+        self._check()
         if self._clock is not None:
             finish(self._clock)
+
+    def _check(self) -> None:
+        if self._graph is not None:
+            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
 
     def elapsed_time(self, end: Event) -> float:
         """One launch is a millisecond."""
@@ -192,9 +220,8 @@ def finish(clock: Clock) -> None:
         copy.finish()
 
 
-def under_way(host: Tensor, content: Tensor | None) -> None:
+def under_way(host: Tensor, content: Tensor | None, stream: Stream) -> None:
     """A copy between pinned `host` memory and the device was launched: a download of `content`, or an upload."""
-    stream = current()
     if content is not None:
         _copies.append(_Copy(stream, stream.clock[stream.number], host, content.clone(), False))
         host.fill_(float("nan") if host.is_floating_point() else -1)
@@ -275,7 +302,8 @@ def on_device(device: Any) -> Iterator[None]:
 def synchronize(device: Any = None) -> None:
     """``torch.cuda.synchronize``."""
     note_wait("torch.cuda.synchronize")
+    index = index_of(device)
     with _lock:
-        clocks = [c.stream.clock for c in _copies] + [s.clock for s in _defaults.values()]
-    for clock in [*clocks, current(device).clock]:
-        finish(clock)
+        streams = [stream for stream in _streams if stream.device.index == index]
+    for stream in streams:
+        finish(stream.clock)

@@ -1,0 +1,82 @@
+"""An engine of two ranks on simulated GPUs, in a process of its own: ``python -m tests.simulated_cuda.engine_of_two
+FOLDER`` prints, as JSON, how its tokens differ from those of one rank on the CPU, and what the death of a rank came to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moe_engine import Engine
+from tests.engine.harness import InProcessEngine, Scripted
+from tests.many_ranks.forms import Answer, Wanted, serve
+from tests.models.checkpoints import make_checkpoint
+
+PLAIN: dict[str, Any] = {
+    "max_total_tokens": 256, "context_length": 40, "max_running_requests": 4, "chunked_prefill_size": 32,
+    "dtype": "float32",
+}  # fmt: skip
+TWO: dict[str, Any] = {
+    "device": "cuda", "tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "all_to_all",
+    "enable_two_batch_overlap": True, "enable_eplb": True, "ep_num_redundant_experts": 2,
+    "eplb_rebalance_num_iterations": 3, "attention_backend": "torch", "moe_runner_backend": "torch",
+    "sampling_backend": "pytorch", "cpu_threads": 1, "skip_tokenizer_init": True, "log_level": "error",
+}  # fmt: skip
+NUM_TOKENS = 8
+
+
+def expected(path: Path, folder: Path, requests: list[Wanted]) -> dict[str, list[int]]:
+    engine = InProcessEngine(path, folder / "board", device="cpu", **PLAIN)
+    answers = engine.run([Scripted(want.rid, want.prompt, NUM_TOKENS) for want in requests])
+    engine.close()
+    return {rid: answer.token_ids for rid, answer in answers.items()}
+
+
+async def after_a_death(engine: Engine, prompt: list[int]) -> str:
+    """What requests are told when the last rank is killed amid one."""
+    ranks = [child for child in psutil.Process().children(recursive=True) if "ranks.main" in " ".join(child.cmdline())]
+    try:
+        async with asyncio.timeout(60):
+            while True:  # the one that it is killed in may end all the same
+                pieces: Any = await engine.async_generate(
+                    input_ids=prompt, sampling_params={"max_new_tokens": 30, "ignore_eos": True}, stream=True
+                )
+                async for _ in pieces:
+                    with suppress(psutil.NoSuchProcess):
+                        ranks[-1].send_signal(signal.SIGKILL)
+    except Exception as error:
+        return str(error)
+
+
+def main(folder: Path) -> dict[str, Any]:
+    rng = random.Random()
+    path = folder / "model"
+    make_checkpoint("deepseek_v3", path, rng.randrange(1 << 20), num_attention_heads=8, num_hidden_layers=2)
+    sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
+    requests = [Wanted(f"r{i}", [rng.randrange(250) for _ in range(3 + 4 * i)], sampling) for i in range(5)]
+    right = expected(path, folder, requests)
+    engine = Engine(str(path), **PLAIN, **TWO)
+    found: dict[str, Answer] = asyncio.run(serve(engine, requests))
+    states = engine.get_server_info()["internal_states"]
+    problems = engine._run(engine._frontend.client.call("check_integrity"))
+    return {
+        "differences": {rid: [found[rid].tokens, right[rid]] for rid in right if found[rid].tokens != right[rid]},
+        "problems": [problem for part in problems for problem in part],
+        "rebalances": sum(state["eplb"]["rebalances"] for state in states),
+        "fate": asyncio.run(after_a_death(engine, requests[0].prompt)),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))
+    sys.stdout.flush()
+    os._exit(0)  # an engine that lost a rank

@@ -1,0 +1,159 @@
+"""What `test_ranks` has ranks do: each on a simulated device of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.simulated_cuda.install import install
+
+ROWS, WIDTH = 3, 5
+_groups: dict[int, Any] = {}
+
+
+def device_of(rank: int) -> str:
+    install()
+    torch.cuda.set_device(rank)
+    return f"cuda:{rank}"
+
+
+def group_of(rank: int) -> Any:
+    """All ranks', as an engine makes it; once."""
+    from moe_engine.parallel.collectives import DistributedGroup
+
+    device = device_of(rank)
+    if rank not in _groups:
+        everybody = list(range(dist.get_world_size()))
+        _groups[rank] = DistributedGroup.of(everybody, "cpu:gloo,cuda:nccl", 20.0, device)
+    return _groups[rank]
+
+
+def drawn(rank: int, seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def collectives(rank: int, seed: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Every operation's result, and what the host waited for before it looked at them."""
+    group = group_of(rank)
+    from tests.simulated_cuda import streams
+
+    x = drawn(rank, seed, 2, ROWS, WIDTH).pin_memory().to(group.device, non_blocking=True)
+    narrow = x.to(torch.float8_e4m3fn)
+    streams.waits.clear()
+    found = {
+        "all_gather": group.all_gather(x),
+        "reduce_scatter": group.reduce_scatter(x),
+        "all_reduce": group.all_reduce(x.clone()),
+        "broadcast": group.broadcast(x.clone(), 1),
+        "all_to_all": torch.empty_like(narrow),
+        "uneven": x.new_empty(2 + 2 * rank, WIDTH),
+    }
+    group.all_to_all(found["all_to_all"], narrow)
+    rows = ([2, 1], [0, 3])  # that rank r sends to each
+    group.all_to_all(found["uneven"], x[0], [sent[rank] for sent in rows], list(rows[rank]))
+    waits = [wait.what for wait in streams.waits]
+    return {name: value.cpu() for name, value in found.items()}, waits
+
+
+def refusals(rank: int) -> list[str]:
+    """What is said of tensors that NCCL does not take, and of a first operation while a graph is recorded."""
+    device = device_of(rank)
+    alone = dist.new_group([0, 1], backend="nccl")
+    x = torch.zeros(4, 4, device=device)
+
+    def recorded() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            dist.all_reduce(x, group=alone)
+
+    tried: list[Callable[[], Any]] = [
+        recorded,
+        lambda: dist.all_reduce(x.cpu(), group=alone),
+        lambda: dist.all_reduce(x[:, :2], group=alone),
+        lambda: dist.all_reduce(x.to(torch.int16), group=alone),
+        lambda: dist.all_reduce(x.to(torch.float8_e4m3fn), group=alone),
+    ]
+    return [said_by(call) for call in tried]
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def replayed(rank: int, seeds: list[int]) -> list[Tensor]:
+    """A sum and an exchange beside it in a lane, recorded once and replayed over other values."""
+    from moe_engine.worker.device_stream import StreamLane
+
+    group = group_of(rank)
+    lane = StreamLane(group.device)
+    x, received = (torch.zeros(2, WIDTH, device=group.device) for _ in range(2))
+
+    def work() -> Tensor:
+        exchange = lane.run(group.all_to_all, received, x)
+        total = group.all_reduce(x * 2)
+        exchange.wait()
+        return total + received
+
+    work()  # makes communicators
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    found = []
+    for seed in seeds:
+        x.copy_(drawn(rank, seed, 2, WIDTH))
+        graph.replay()
+        found.append(out.cpu())
+    return found
+
+
+def not_waited_for(rank: int) -> list[str]:
+    """What is said where a stream uses, or a graph leaves, what another one is at."""
+    group = group_of(rank)
+    work: Any = None
+    x = torch.ones(4, device=group.device)
+
+    def forked() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x.add_(1)
+
+    side = torch.cuda.Stream()
+    work = dist.all_reduce(x, group=group._process_group, async_op=True)
+    early = said_by(lambda: x + 1)
+    work.wait()
+    return [early, said_by(lambda: x + 1), said_by(forked)]
+
+
+def given_back(rank: int) -> list[str]:
+    """What is said where memory is given back that another stream reads: without more, and through a lane, which keeps
+    it for as long."""
+    from moe_engine.worker.device_stream import StreamLane
+
+    device = torch.device(device_of(rank))
+    lane, side, kept = StreamLane(device), torch.cuda.Stream(), []
+
+    def carelessly() -> None:
+        x = torch.ones(8, device=device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            kept.append(x * 2)
+        del x
+        torch.zeros(8, device=device)
+
+    def in_lane() -> None:
+        under_way = lane.run(torch.mul, torch.ones(8, device=device), 2)
+        torch.zeros(8, device=device)
+        assert under_way.wait().tolist() == [2.0] * 8
+        torch.zeros(8, device=device)
+
+    said = said_by(carelessly)
+    torch.cuda.synchronize()
+    return [said, said_by(in_lane)]

@@ -1,0 +1,90 @@
+"""Ranks on simulated GPUs: their operations are launches with the conditions of NCCL's, and an engine of two of them
+gives the tokens of one on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.ranks import Ranks
+from tests.simulated_cuda import rank_calls
+from tests.simulated_cuda.install import COUNT, why_not
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 90.0
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2, environment={COUNT: "2"}) as made:
+        yield made
+
+
+def test_operations(ranks: Ranks) -> None:
+    seed = random.randrange(1 << 20)
+    found = ranks.call(rank_calls.collectives, seed, timeout_s=SECONDS)
+    brought = torch.stack([rank_calls.drawn(rank, seed, 2, rank_calls.ROWS, rank_calls.WIDTH) for rank in range(2)])
+    for rank, (results, waits) in enumerate(found):
+        assert waits == []
+        expected = {
+            "all_gather": brought,
+            "reduce_scatter": brought.sum(0)[rank],
+            "all_reduce": brought.sum(0),
+            "broadcast": brought[1],
+            "all_to_all": brought[:, rank].to(torch.float8_e4m3fn).float(),
+            "uneven": torch.cat([brought[0, 0, 2:], brought[1, 0]]) if rank else brought[0, 0, :2],
+        }
+        assert expected.keys() == results.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(results[name].float(), value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_refusals(ranks: Ranks) -> None:
+    wanted = ["communicator", "device type cpu", "contiguous", "not supported", "Float8"]
+    for said in ranks.call(rank_calls.refusals, timeout_s=SECONDS):
+        assert len(said) == len(wanted)
+        for text, part in zip(said, wanted):
+            assert part in text
+
+
+def test_graphs_of_two_streams_repeat_what_ranks_exchange(ranks: Ranks) -> None:
+    seeds = random.sample(range(1 << 20), 3)
+    found = ranks.call(rank_calls.replayed, seeds, timeout_s=SECONDS)
+    for at, seed in enumerate(seeds):
+        brought = torch.stack([rank_calls.drawn(rank, seed, 2, rank_calls.WIDTH) for rank in range(2)])
+        for rank in range(2):
+            torch.testing.assert_close(found[rank][at], 2 * brought.sum(0) + brought[:, rank])
+
+
+def test_streams_must_be_waited_for(ranks: Ranks) -> None:
+    for early, waited, forked in ranks.call(rank_calls.not_waited_for, timeout_s=SECONDS):
+        assert early.startswith("HazardError") and waited == "nothing" and "unjoined" in forked
+
+
+def test_a_lane_keeps_what_it_reads(ranks: Ranks) -> None:
+    for carelessly, in_lane in ranks.call(rank_calls.given_back, timeout_s=SECONDS):
+        assert "given back" in carelessly and in_lane == "nothing"
+
+
+def test_an_engine_of_two(tmp_path: Path) -> None:
+    """Attention groups, tokens that travel beside computation, experts that move; then one of the two is killed."""
+    path = f"{ROOT}/tests/simulated_cuda/site:{ROOT}"
+    environment = {**os.environ, "PYTHONPATH": path, COUNT: "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.simulated_cuda.engine_of_two", str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["differences"] == {}
+    assert found["problems"] == []
+    assert found["rebalances"] > 0
+    assert "TP1" in found["fate"]
