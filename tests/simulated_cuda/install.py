@@ -132,7 +132,7 @@ def _runtime(torch: Any) -> None:
 
 def _tensors(torch: Any) -> None:
     """What of pinned memory and streams does not go through the dispatcher."""
-    from tests.simulated_cuda import operators
+    from tests.simulated_cuda import operators, streams
     from tests.simulated_cuda.memory import MEMORY
 
     empty, zeros = torch.empty, torch.zeros
@@ -159,6 +159,7 @@ def _tensors(torch: Any) -> None:
         MEMORY.block(self).recorded.add(stream)
 
     torch.empty, torch.zeros = pinned_too, pinned_zeros
+    torch.Event = lambda device=None, **options: streams.Event(**options)  # of any accelerator
     torch.Tensor.pin_memory = pin_memory
     torch.Tensor.is_pinned = lambda self, device=None: operators.is_pinned(self)
     torch.Tensor.record_stream = record_stream

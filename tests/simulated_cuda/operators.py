@@ -155,7 +155,7 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args = tuple(_as_declared(a.type, x) for a, x in zip(op._schema.arguments, args))
     flat, spec = tree_flatten((args, kwargs))
     tensors = [x for x in flat if isinstance(x, Tensor)]
-    if op in BY_VALUES:
+    if op in BY_VALUES and kwargs.get("output_size") is None:
         note_wait(str(op))
     launch = Launch(str(op), index)
     written = _written(op, args, kwargs)

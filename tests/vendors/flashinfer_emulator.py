@@ -221,6 +221,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             causal=causal, scale=head_dim_qk**-0.5 if sm_scale is None else sm_scale, dtype=dtype,
         )  # fmt: skip
 
+    @launched
     def run(
         self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, out=None, lse=None,
         return_lse=False, lse_base="log2", lse_layout="NH", enable_pdl=None, kv_cache_sf=None,
