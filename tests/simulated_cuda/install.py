@@ -159,7 +159,7 @@ def _tensors(torch: Any) -> None:
         MEMORY.block(self).recorded.add(stream)
 
     torch.empty, torch.zeros = pinned_too, pinned_zeros
-    torch.Event = lambda device=None, **options: streams.Event(**options)  # of any accelerator
+    torch.Event = streams.AnyEvent
     torch.Tensor.pin_memory = pin_memory
     torch.Tensor.is_pinned = lambda self, device=None: operators.is_pinned(self)
     torch.Tensor.record_stream = record_stream

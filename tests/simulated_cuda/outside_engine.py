@@ -1,7 +1,7 @@
 """Engines on a simulated GPU against the CPU, as a process: ``python -m tests.simulated_cuda.outside_engine NAME``.
 
-Prints one JSON value: the answers there and on the CPU, how many steps were recorded, which kernels were launched, and
-what the thread that launches steps waited for, once the engine was ready.
+Prints one JSON value: the answers there and those expected, how many steps were recorded, which kernels were launched,
+and what the thread that launches steps waited for, once the engine was ready.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ install()
 
 import torch  # noqa: E402
 
+from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA  # noqa: E402
+from moe_engine.worker import worker  # noqa: E402
 from tests.engine.harness import InProcessEngine, Scripted  # noqa: E402
-from tests.simulated_cuda import kernels, streams  # noqa: E402
+from tests.simulated_cuda import kernels, libraries, streams  # noqa: E402
 from tests.speculation.agreeing import agreeing_checkpoint  # noqa: E402
+from tests.vendors import flashinfer_emulator  # noqa: E402
 
 LIMITS = {"max_total_tokens": 128, "context_length": 24, "max_running_requests": 2, "chunked_prefill_size": 8}
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -44,7 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tree": {"flags": NONE, "both": TREE},
     "edits": {"flags": NONE, "samplings": EDITS, "logprob": True},
+    # a library's plans, renewed before every replay
+    "flashinfer": {"flags": {**FEW, "cuda_graph_max_bs": 2}, "library": True},
 }  # fmt: skip
+LATENT = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
 def script(samplings: list[dict[str, Any]], logprob: bool) -> list[Scripted]:
@@ -55,21 +62,42 @@ def script(samplings: list[dict[str, Any]], logprob: bool) -> list[Scripted]:
     ]
 
 
+def emulate_flashinfer() -> None:
+    """Attention by FlashInfer's emulator, whose calls are launches."""
+    libraries.install()
+    choose = worker.kernels_for
+    module = flashinfer_emulator.module(9)
+    worker.kernels_for = lambda *args: replace(choose(*args), attention=FlashInferMLA(module, 9))  # type: ignore
+
+
 def run(
     flags: dict[str, Any], both: dict[str, Any] | None = None, samplings: list[dict[str, Any]] | None = None,
-    logprob: bool = False,
+    logprob: bool = False, library: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
+    """
+    Args:
+        flags: of the engine on the GPU; `both` also of the one that says what is expected: on the CPU, or with a
+            library, which has no CPU, the same without recordings.
+    """
     torch.set_num_threads(1)
+    expected: dict[str, Any] = {"device": "cpu"}
+    if library:
+        emulate_flashinfer()
+        expected = {"device": "cuda", **flags, "disable_cuda_graph": True, "cuda_graph_max_bs": None}
+    fields = LATENT if library else {}
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = agreeing_checkpoint("deepseek_v3", Path(folder) / "model", 5, num_hidden_layers=2, num_mtp_layers=1)
-        for device, options in (("cpu", {}), ("cuda", flags)):
+        path = agreeing_checkpoint(
+            "deepseek_v3", Path(folder) / "model", 5, num_hidden_layers=2, num_mtp_layers=1, **fields
+        )
+        for name, options in (("expected", expected), ("found", {"device": "cuda", **flags})):
             engine = InProcessEngine(
-                path, Path(folder) / device, device=device, dtype="float32", **LIMITS, **(both or {}), **options
-            )
+                path, Path(folder) / name, dtype="bfloat16" if library else "float32", **LIMITS, **(both or {}),
+                **{key: value for key, value in options.items() if value is not None},
+            )  # fmt: skip
             streams.waits.clear()
             answers = engine.run(script(samplings or [GREEDY] * 3, logprob))
-            found[device] = {
+            found[name] = {
                 rid: {
                     "tokens": answer.token_ids, "finish": answer.finish, "cached": answer.cached_tokens,
                     "logprobs": [entry[1] for entry in answer.logprobs],

@@ -210,6 +210,13 @@ class Event:
         return float(end._launches - self._launches)
 
 
+class AnyEvent(Event):
+    """``torch.Event``: of any accelerator, here of these."""
+
+    def __init__(self, device: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+
+
 def finish(clock: Clock) -> None:
     """The host has waited for all launches a clock knows."""
     with _lock:
