@@ -63,6 +63,8 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
     if launch.graph is None or not any(map(symmetric.leads_there, tensors)):  # others' memory could not be put back
         run()
     for x in tensors:
+        if not x.is_cuda:
+            continue
         block = MEMORY.block(x)
         changed = id(block) in before and not before[id(block)].equal(block.host)
         launch.writes(x) if changed else launch.reads(x)
