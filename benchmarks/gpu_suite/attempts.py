@@ -7,13 +7,18 @@ An illegal address is told by every call on the device from then on, until the p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu_suite.setting import Setting
+from benchmarks.kernel_cases import KernelCase
 
 DEVICE_LOST = 3
 """Exit code of a part that wants to be started again."""
+
+MOST_LOSSES = 2
+"""Of a family's row; after these its other cases are left alone, for every one costs the start of a process."""
 
 Line = dict[str, Any]
 
@@ -33,23 +38,28 @@ class Attempts:
         saved = setting.saved()
         self.lines: list[Line] = saved.get("lines", [])
         if at := saved.get("at"):
-            self.lines.append(at | {"failed": "the process ended here", "ok": False})
+            self.lines.append(at | {"failed": "the process ended here", "ok": False, "lost": True})
         self._setting, self._values = setting, values
         self._known = {(line["kernel"], line["row"]) for line in self.lines}
+        self._losses = Counter((line["family"], line["row"]) for line in self.lines if "lost" in line)
 
-    def rows(self, kernel: str, rows: dict[str, Any]) -> dict[str, Any]:
-        """Those that were not tried yet on a case."""
-        return {name: row for name, row in rows.items() if (kernel, name) not in self._known}
+    def rows(self, case: KernelCase, rows: dict[str, Any]) -> dict[str, Any]:
+        """Those to try on a case: not tried yet, and not known to lose the device."""
+        return {
+            name: row for name, row in rows.items()
+            if (case.name, name) not in self._known and self._losses[case.family, name] < MOST_LOSSES
+        }  # fmt: skip
 
-    def run(self, kernel: str, row: str, attempt: Callable[[], Line]) -> None:
+    def run(self, case: KernelCase, row: str, attempt: Callable[[], Line]) -> None:
         """Adds the line of an attempt that says itself what failed.
 
         Raises:
             DeviceLost: it was the last here; all is saved.
         """
-        at: Line = {"kernel": kernel, "row": row}
+        at: Line = {"kernel": case.name, "family": case.family, "row": row}
         self._setting.save(self._values(self.lines) | {"at": at})
         self.lines.append(at | attempt())
         if "failed" in self.lines[-1] and not self._setting.device_works():
+            self.lines[-1]["lost"] = True
             self._setting.save(self._values(self.lines))
             raise DeviceLost

@@ -42,8 +42,8 @@ def measure(
         if setting.is_over:
             left_out.append(case.name)
             continue
-        for name, kernel in attempts.rows(case.name, able.kernels[case.family]).items():
-            attempts.run(case.name, name, partial(time_row, case, kernel, clock, limits, setting))
+        for name, kernel in attempts.rows(case, able.kernels[case.family]).items():
+            attempts.run(case, name, partial(time_row, case, kernel, clock, limits, setting))
     return values(attempts.lines) | {"left_out": left_out}
 
 
@@ -51,7 +51,7 @@ def time_row(case: KernelCase, kernel: Any, clock: Clock, limits: Limits, settin
     """What a case takes with a row, or why it does not run, or how it failed."""
     peak = limits.fp8_flops_per_s if case.fp8 and limits.fp8_flops_per_s else limits.bf16_flops_per_s
     floor = case.floor_seconds(limits.copy_bytes_per_s, peak)
-    line: dict[str, Any] = {"family": case.family, "floor_us": floor * 1e6}
+    line: dict[str, Any] = {"floor_us": floor * 1e6}
     try:
         torch.manual_seed(0)
         seconds = clock.seconds(case.prepare(kernel, setting.kind))

@@ -36,7 +36,7 @@ def compare(cases: Iterable[KernelCase], rows: Rows, setting: Setting) -> dict[s
     attempts, left_out = Attempts(setting, values), []
     for case in cases:
         kernels = rows.kernels[case.family]
-        others = attempts.rows(case.name, {name: kernel for name, kernel in kernels.items() if name != "torch"})
+        others = attempts.rows(case, {name: kernel for name, kernel in kernels.items() if name != "torch"})
         if not others or "torch" not in kernels or case.bytes > MOST_BYTES:
             continue
         if setting.is_over:
@@ -44,7 +44,7 @@ def compare(cases: Iterable[KernelCase], rows: Rows, setting: Setting) -> dict[s
             continue
         expected: list[tuple[Tensor, ...]] = []
         for name, kernel in others.items():
-            attempts.run(case.name, name, partial(_compared, case, kernel, kernels["torch"], expected, setting.kind))
+            attempts.run(case, name, partial(_compared, case, kernel, kernels["torch"], expected, setting.kind))
     return values(attempts.lines) | {"left_out": left_out}
 
 

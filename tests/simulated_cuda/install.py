@@ -87,7 +87,7 @@ def _device(torch: Any) -> Path:
 
 def _runtime(torch: Any) -> None:
     """``torch.cuda``."""
-    from tests.simulated_cuda import graphs, streams
+    from tests.simulated_cuda import failures, graphs, profiler, streams
     from tests.simulated_cuda.memory import MEMORY, TOTAL
 
     cuda = torch.cuda
@@ -111,7 +111,7 @@ def _runtime(torch: Any) -> None:
         "get_device_name": lambda device=None: properties.name, "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (TOTAL - used(device), TOTAL), "memory_allocated": used,
         "max_memory_allocated": used, "memory_reserved": used, "reset_peak_memory_stats": nothing,
-        "empty_cache": nothing, "ipc_collect": nothing, "can_device_access_peer": lambda a, b: True,
+        "empty_cache": failures.raise_broken, "ipc_collect": nothing, "can_device_access_peer": lambda a, b: True,
         "is_bf16_supported": lambda *a, **k: True,
         "synchronize": streams.synchronize, "current_stream": streams.current, "default_stream": streams.default,
         "Stream": streams.Stream, "Event": streams.Event, "stream": streams.on_stream, "set_stream": streams.set_stream,
@@ -121,6 +121,7 @@ def _runtime(torch: Any) -> None:
         "is_current_stream_capturing": lambda: streams.current().capturing is not None,
     }  # fmt: skip
     torch._C._host_emptyCache = nothing
+    torch.profiler.profile = profiler.profile
     for name, value in replaced.items():
         # one object for each name: torch.compile looks its rules up by object
         own = value if isinstance(value, type) else lambda *args, _value=value, **kwargs: _value(*args, **kwargs)
