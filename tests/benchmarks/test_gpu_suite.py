@@ -167,7 +167,7 @@ def test_the_next_three_things():
 def test_tokens_that_differ_are_counted_and_named(monkeypatch):
     answers = {"cpu": [[1, 2, 3]] * 8, "gpu": [[1, 2, 3]] * 7 + [[1, 5, 3]]}
     worse = [0.1] * 8
-    monkeypatch.setattr(tokens, "greedy", lambda device, count, dtype: {"together": answers[device]})
+    monkeypatch.setattr(tokens, "greedy", lambda device, count, dtype, flags: {"together": answers[device]})
     monkeypatch.setattr(tokens, "regrets", lambda answers: worse)
     setting = Setting.of("cpu", 9)
     assert tokens.measure(setting)["wrong"] == 0
