@@ -17,14 +17,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import table, write_result
 from moe_engine.kernels.triton.aot import AotReport
-from moe_engine.kernels.triton.compile_many import Job, Result, compile_many, one_of_each
+from moe_engine.kernels.triton.compile_many import Result, compile_many, one_of_each
 from moe_engine.kernels.triton.modules import all_cases
 
 COLUMNS = ("kernel", "sm", "registers", "stack", "shared", "tensor memory", "warps", "tensor cores", "s")
@@ -45,22 +45,20 @@ def markdown(results: Sequence[Result]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def jobs(archs: Sequence[int], only: str, one_each: bool) -> list[Job]:
-    """The cases whose name holds `only`, for every architecture."""
+def run(archs: Sequence[int], only: str, one_each: bool, processes: int) -> list[Result]:
+    """Results of the cases whose name holds `only`, for every architecture."""
     cases = [case for case in all_cases() if only in case.name]
     if one_each:
         cases = one_of_each(cases)
-    return [(case, arch) for case in cases for arch in archs]
-
-
-def compiled(asked: Sequence[Job], processes: int) -> Iterator[Result]:
-    """Their results as they are ready; what is wrong with one is printed."""
-    for number, result in enumerate(compile_many(asked, processes), 1):
+    jobs = [(case, arch) for case in cases for arch in archs]
+    results = []
+    for number, result in enumerate(compile_many(jobs, processes), 1):
+        results.append(result)
         for problem in result.problems():
             print(f"{result.name} sm_{result.arch}: {problem}", file=sys.stderr)
         if sys.stderr.isatty():
-            print(f"\r{number}/{len(asked)}", end="", file=sys.stderr)
-        yield result
+            print(f"\r{number}/{len(jobs)}", end="", file=sys.stderr)
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-json", action="store_true")
     options = parser.parse_args(argv)
     began = time.perf_counter()
-    asked = jobs(options.arch, options.only, options.one_of_each)
-    results = list(compiled(asked, options.processes))
+    results = run(options.arch, options.only, options.one_of_each, options.processes)
     bad = [result for result in results if result.problems()]
     print(table(COLUMNS, [line(result) for result in results]))
     print(f"{len(results)} kernels in {time.perf_counter() - began:.0f} s, {len(bad)} not fit to ship")

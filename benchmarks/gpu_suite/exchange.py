@@ -59,7 +59,7 @@ class RanksHere:
         num_bytes, num_experts = load.regions.num_bytes(NUM_SLOTS), load.num_ranks * load.num_local
         memory = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(load.num_ranks)]
         addresses = [own.data_ptr() for own in memory]
-        self.lost = torch.zeros(load.num_ranks, dtype=torch.int32, pin_memory=device != "cpu")
+        self.lost = torch.zeros(load.num_ranks, dtype=torch.int32, pin_memory=device == "cuda")
         self._ranks = [
             PeerExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype)
             for rank, own in enumerate(memory)
@@ -69,7 +69,7 @@ class RanksHere:
         self.ids = torch.rand(*shape, num_experts, device=device).topk(load.top_k).indices.to(torch.int32)
         self.weights = torch.rand(*shape, load.top_k, device=device)
         self._factors = 1 + torch.arange(num_experts, device=device) / num_experts
-        self._streams = [torch.cuda.Stream() for _ in memory] if device != "cpu" else []
+        self._streams = [torch.cuda.Stream() for _ in memory] if device == "cuda" else []
         self.counts: list[Tensor] = []
 
     def expected(self) -> Tensor:

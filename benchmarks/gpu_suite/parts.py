@@ -33,7 +33,7 @@ def _aot(folder: Path, setting: Setting) -> dict[str, Any]:
     """Compiles on all cores what the other parts would compile one by one."""
     from benchmarks.gpu_suite.compiled import measure
 
-    return measure(setting)
+    return measure(folder, setting)
 
 
 def _parity(folder: Path, setting: Setting) -> dict[str, Any]:

@@ -46,8 +46,10 @@ def _last_line(text: str) -> str:
 
 
 def _aot(values: Values) -> str:
-    text = f"{values['num_kernels']} kernels compiled for sm_{values['arch']}, {values['wrong']} not fit to ship"
-    return text + (f", no time was left for {values['left_out']}" if values["left_out"] else "")
+    text = f"{values['num_kernels']} kernels for sm_{values['arch']}, {values['cached']} of them there already, "
+    text += f"{len(values['not_fit'])} not fit to ship"
+    text += f", no time was left for {values['left_out']}" if values["left_out"] else ""
+    return "\n".join([text, *values["failures"]])
 
 
 def _parity(values: Values) -> str:
