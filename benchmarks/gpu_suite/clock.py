@@ -20,6 +20,9 @@ FLUSH_BYTES = 512 << 20
 COPY_BYTES = 1 << 30
 GEMM_SIZE = 8192
 REPEATS = 15
+LONG_S = 0.02
+LONG_REPEATS = 3
+"""Of calls that take longer: they vary little, and others want time, too."""
 CYCLES_PER_S = 2e9
 """At least as many as any GPU has."""
 
@@ -43,12 +46,19 @@ class Clock:
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """The median of several calls, after three that do not count."""
-        hosts = [_host_seconds(call) for _ in range(3)]
-        return self._cuda_seconds(call, min(hosts)) if self._device == "cuda" else _host_seconds(call)
+        if self._device != "cuda":
+            return min(_host_seconds(call) for _ in range(3))
+        call()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        host_seconds = min(_host_seconds(call) for _ in range(2))
+        torch.cuda.synchronize()
+        is_long = time.perf_counter() - began > 2 * LONG_S
+        return self._cuda_seconds(call, host_seconds, min(self._repeats, LONG_REPEATS) if is_long else self._repeats)
 
-    def _cuda_seconds(self, call: Callable[[], Any], host_seconds: float) -> float:
+    def _cuda_seconds(self, call: Callable[[], Any], host_seconds: float, repeats: int) -> float:
         pairs = []
-        for _ in range(self._repeats):
+        for _ in range(repeats):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._flush.zero_()
             torch.cuda._sleep(int(2 * host_seconds * CYCLES_PER_S))

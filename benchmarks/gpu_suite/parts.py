@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.gpu_suite.attempts import DEVICE_LOST, DeviceLost
 from benchmarks.gpu_suite.setting import Setting
 
@@ -163,7 +165,14 @@ def _run_once(part: Part, seconds: float, dry: str | None, output: Path, log: Pa
 
 
 def _end_group(process: subprocess.Popen[Any]) -> None:
-    """The engine's processes too, which would keep the GPU's memory from the next part."""
+    """The engine's processes too, which would keep the GPU's memory from the next part: they have groups of their
+    own, and leave by themselves only where they can."""
+    started = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
