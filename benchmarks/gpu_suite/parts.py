@@ -93,11 +93,11 @@ def _profile(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 PARTS = (
-    Part("aot", 45, 80, _aot),
+    Part("aot", 30, 60, _aot),
     Part("parity", 85, 140, _parity),
     Part("tokens", 40, 75, _tokens),
     Part("exchange", 20, 60, _exchange),
-    Part("kernels", 90, 150, _kernels),
+    Part("kernels", 105, 165, _kernels),
     Part("decode", 90, 120, _decode),
     Part("profile", 55, 80, _profile),
     Part("fp8_layers", 65, 100, _fp8_layers),
