@@ -64,8 +64,6 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
         run()
         failures.launched(name)
     for x in tensors:
-        if not x.is_cuda:
-            continue
         block = MEMORY.block(x)
         changed = id(block) in before and not before[id(block)].equal(block.host)
         launch.writes(x) if changed else launch.reads(x)
