@@ -39,7 +39,7 @@ def run(rank: int, fp8: bool, steps: int) -> list[float]:
     torch.cuda.set_device(0)
     size = dist.get_world_size()
     num_experts = LOCAL * size
-    group = DistributedGroup(dist.group.WORLD, 20.0, "cuda:0")
+    group = DistributedGroup(dist.group.WORLD, 100.0, "cuda:0")
     shape = DispatchShape(num_experts, size, TOP_K, HIDDEN, TOKENS, torch.bfloat16, fp8)
     choice = DispatchChoice(row_of("symm_mem"), {"decode": "low_latency"}, "a test's")
     dispatcher: Any = build(choice, shape, TOKENS, Groups(group, process_group=dist.group.WORLD))
