@@ -160,7 +160,13 @@ def _tensors(torch: Any) -> None:
     def record_stream(self: Any, stream: Any) -> None:
         MEMORY.block(self).recorded.add(stream)
 
-    torch.Event = lambda device=None, **options: streams.Event(**options)  # of any accelerator
+    class AnyEvent(streams.Event):
+        """``torch.Event``, of any accelerator."""
+
+        def __init__(self, device: Any = None, **options: Any) -> None:
+            super().__init__(**options)
+
+    torch.Event = AnyEvent
     for make in (empty, torch.zeros, torch.ones, torch.full, torch.tensor, torch.rand, torch.randn):
         setattr(torch, make.__name__, pinned_too(make))
     torch.Tensor.pin_memory = pin_memory
