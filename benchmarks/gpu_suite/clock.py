@@ -1,7 +1,8 @@
 """Times of calls on a GPU, and the two limits they are held against: copying and multiplying.
 
-A call is timed by events around it, with a large write before it: the write empties the L2 cache of the call's
-operands, as the rest of a model does, and keeps the GPU busy while the host launches, so that launches do not count.
+A call is timed by events around it, with a large write before it, which empties the L2 cache of the call's operands as
+the rest of a model does. Behind the write the GPU is kept waiting for longer than the host needs for all launches of
+the call, so that these do not count: in a model a graph launches them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ FLUSH_BYTES = 512 << 20
 COPY_BYTES = 1 << 30
 GEMM_SIZE = 8192
 REPEATS = 15
+LONG_S = 0.02
+LONG_REPEATS = 3
+"""Of calls that take longer: they vary little, and others want time, too."""
+CYCLES_PER_S = 2e9
+"""At least as many as any GPU has."""
 
 
 @dataclass(frozen=True)
@@ -31,29 +37,31 @@ class Limits:
 
 
 class Clock:
-    """Measures calls on the current CUDA device; with ``cpu`` in sizes and with a clock that mean nothing."""
+    """Measures calls on the current device. On a CPU, and where sizes are `tiny`, the numbers mean nothing."""
 
-    def __init__(self, repeats: int = REPEATS, device: str = "cuda") -> None:
-        self._repeats, self._device = repeats, device
-        self._shrink = 1 if device == "cuda" else 64
-        self._flush = torch.empty(FLUSH_BYTES // self._shrink**2, dtype=torch.int8, device=device)
+    def __init__(self, kind: str = "cuda", tiny: bool = False, repeats: int = REPEATS) -> None:
+        self._repeats, self._device = 2 if tiny else repeats, kind
+        self._shrink = 64 if tiny else 1
+        self._flush = torch.empty(FLUSH_BYTES // self._shrink**2, dtype=torch.int8, device=kind)
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """The median of several calls, after three that do not count."""
-        for _ in range(3):
-            call()
-        return self._cuda_seconds(call) if self._device == "cuda" else self._host_seconds(call)
-
-    def _host_seconds(self, call: Callable[[], Any]) -> float:
-        began = time.perf_counter()
+        if self._device != "cuda":
+            return min(_host_seconds(call) for _ in range(3))
         call()
-        return time.perf_counter() - began
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        host_seconds = min(_host_seconds(call) for _ in range(2))
+        torch.cuda.synchronize()
+        is_long = time.perf_counter() - began > 2 * LONG_S
+        return self._cuda_seconds(call, host_seconds, min(self._repeats, LONG_REPEATS) if is_long else self._repeats)
 
-    def _cuda_seconds(self, call: Callable[[], Any]) -> float:
+    def _cuda_seconds(self, call: Callable[[], Any], host_seconds: float, repeats: int) -> float:
         pairs = []
-        for _ in range(self._repeats):
+        for _ in range(repeats):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._flush.zero_()
+            torch.cuda._sleep(int(2 * host_seconds * CYCLES_PER_S))
             begin.record()
             call()
             end.record()
@@ -83,3 +91,10 @@ class Clock:
         except RuntimeError:
             return None
         return 2 * size**3 / product
+
+
+def _host_seconds(call: Callable[[], Any]) -> float:
+    """Until the host has made the call; the device may still be at it."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -5,14 +5,18 @@ Models are config.json alone; the numbers in the weights do not matter to speed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.gpu_suite.clock import Clock
 from benchmarks.gpu_suite.floors import decode_bytes
@@ -54,6 +58,10 @@ TINY: dict[str, Any] = {
 """What a dry run puts over either config: a model for a CPU."""
 
 
+OnPoints = Callable[[list[dict[str, Any]]], None]
+POLL_S = 0.5
+
+
 @dataclass(frozen=True)
 class Load:
     """Sizes of the measurements."""
@@ -64,9 +72,11 @@ class Load:
     decode_tokens: int = 24
     offline_requests: int = 512
     offline_tokens: int = 1024
+    flags: tuple[tuple[str, int], ...] = ()
+    """Of the engine, besides."""
 
 
-FULL, SMALL = Load(), Load((1, 4), (1, 2), 32, 4, 6, 16)
+FULL, SMALL = Load(), Load((1, 3), (1, 2), 16, 3, 4, 8, (("chunked_prefill_size", 16), ("max_total_tokens", 256)))
 
 
 def load_of(setting: Setting) -> Load:
@@ -86,36 +96,51 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def decode_points(
-    model: Path, batches: tuple[int, ...], folder: Path, load: Load = FULL, device: str = "cuda"
+    model: Path, batches: tuple[int, ...], folder: Path, setting: Setting, on_points: OnPoints = lambda points: None
 ) -> list[dict[str, Any]]:
-    """What `benchmarks.one_batch` measures with `load.context` tokens before, one result a batch size."""
-    results = folder / f"{model.name}.jsonl"
+    """What `benchmarks.one_batch` measures with `Load.context` tokens before, one result a batch size; `on_points` gets
+    those so far after each.
+
+    Raises:
+        RuntimeError: it failed; what it wrote was handed over.
+    """
+    load, results = load_of(setting), folder / f"{model.name}.jsonl"
     command = [
         sys.executable, "-m", "benchmarks.one_batch", "--model-path", str(model), "--load-format", "dummy",
-        "--skip-tokenizer-init", "--device", device, "--context-length", str(2 * load.context),
+        "--skip-tokenizer-init", "--device", setting.kind, "--context-length", str(2 * load.context),
         "--max-running-requests", str(max(batches)), "--batch-size", *map(str, batches),
         "--input-len", str(load.context), "--output-len", str(load.decode_tokens), "--result-filename", str(results),
+        *(word for name, value in load.flags for word in (f"--{name.replace('_', '-')}", str(value))),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"one_batch ended with {done.returncode}: {done.stderr[-1500:]}")
-    return [json.loads(line) for line in results.read_text().splitlines()]
+    points: list[dict[str, Any]] = []
+    with (folder / "one_batch.log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        code = None
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(POLL_S)
+            lines = results.read_text().split("\n")[:-1] if results.exists() else []
+            if len(lines) > len(points):
+                points = [json.loads(line) for line in lines]
+                on_points(points)
+        if code:
+            log.seek(0)
+            raise RuntimeError(f"one_batch ended with {code}: {log.read()[-1500:]}")
+    return points
 
 
-def offline(model: Path, load: Load = FULL, device: str = "cuda") -> float:
+def offline(model: Path, setting: Setting) -> float:
     """Generated tokens a second of random prompts handed over at once, as many tokens in as out."""
     from moe_engine import Engine
 
-    draw, requests, tokens = random.Random(0), load.offline_requests, load.offline_tokens
+    load, draw = load_of(setting), random.Random(0)
+    requests, tokens = load.offline_requests, load.offline_tokens
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     prompts = [[draw.randrange(2, vocab) for _ in range(tokens)] for _ in range(requests)]
     ask = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    flags: dict[str, Any] = {
-        "model_path": str(model),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "device": device,
-    }
+    flags: dict[str, Any] = dict(load.flags) | {
+        "model_path": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "device": setting.kind,
+    }  # fmt: skip
     with Engine(**flags, context_length=2 * tokens + 64, max_running_requests=requests) as engine:
         engine.generate(input_ids=prompts[:4], sampling_params=ask | {"max_new_tokens": 8})
         engine.flush_cache()
@@ -128,15 +153,18 @@ def offline(model: Path, load: Load = FULL, device: str = "cuda") -> float:
 
 def measure_decode(folder: Path, setting: Setting) -> dict[str, Any]:
     """DeepSeek-V2-Lite's decode points."""
-    load = load_of(setting)
-    points = decode_points(model_of(V2_LITE, folder, setting), load.decode_batches, folder, load, setting.kind)
-    rates = {f"decode.b{p['batch_size']}": p["batch_size"] / p["median_decode_latency"] for p in points}
-    return {"points": points, "targets": [t for t in check_engine(rates) if "decode" in t["name"]]}
+
+    def values(points: list[dict[str, Any]]) -> dict[str, Any]:
+        rates = {f"decode.b{p['batch_size']}": p["batch_size"] / p["median_decode_latency"] for p in points}
+        return {"points": points, "targets": [t for t in check_engine(rates) if "decode" in t["name"]]}
+
+    model, batches = model_of(V2_LITE, folder, setting), load_of(setting).decode_batches
+    return values(decode_points(model, batches, folder, setting, lambda points: setting.save(values(points))))
 
 
 def measure_offline(folder: Path, setting: Setting) -> dict[str, Any]:
     """DeepSeek-V2-Lite, 1K in and 1K out."""
-    rate = offline(model_of(V2_LITE, folder, setting), load_of(setting), setting.kind)
+    rate = offline(model_of(V2_LITE, folder, setting), setting)
     targets = [target for target in check_engine({"offline": rate}) if "offline" in target["name"]]
     return {"output_tokens_per_s": rate, "targets": targets}
 
@@ -145,11 +173,17 @@ def measure_fp8_layers(folder: Path, setting: Setting) -> dict[str, Any]:
     """The FP8 layers of DeepSeek-V3: time a layer against the bytes that a step must read, at this GPU's copy rate. (A
     fifth of the head counts to each layer, in both.)"""
     load, model = load_of(setting), model_of(V3_LAYERS, folder, setting)
-    points, config = decode_points(model, load.layer_batches, folder, load, setting.kind), load_model_config(model)
-    rate = Clock(device=setting.kind).copy_bytes_per_s()
-    for point in points:
-        floor = decode_bytes(config, point["batch_size"], load.context) / rate
-        seconds = point["median_decode_latency"]
-        point["layer_us"], point["layer_floor_us"] = (s / config.num_layers * 1e6 for s in (seconds, floor))
-        point["of_floor"] = floor / seconds
-    return {"points": points}
+    rate, config = Clock(setting.kind, setting.dry).copy_bytes_per_s(), load_model_config(model)
+    if setting.kind == "cuda":
+        torch.cuda.empty_cache()  # the engine beside this process needs what it can get
+
+    def values(points: list[dict[str, Any]]) -> dict[str, Any]:
+        for point in points:
+            floor = decode_bytes(config, point["batch_size"], load.context) / rate
+            seconds = point["median_decode_latency"]
+            point["layer_us"], point["layer_floor_us"] = (s / config.num_layers * 1e6 for s in (seconds, floor))
+            point["of_floor"] = floor / seconds
+        return {"points": points}
+
+    points = decode_points(model, load.layer_batches, folder, setting, lambda points: setting.save(values(points)))
+    return values(points)

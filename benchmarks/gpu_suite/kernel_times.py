@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_suite.attempts import Attempts
 from benchmarks.gpu_suite.clock import Clock, Limits
 from benchmarks.gpu_suite.rows import Rows
 from benchmarks.gpu_suite.setting import Setting
@@ -21,46 +23,49 @@ def measure(
     cases: Iterable[KernelCase], rows: Sequence[str] | None = None, setting: Setting | None = None
 ) -> dict[str, Any]:
     """Limits of this GPU, a line for each case and row, cases for which no time was left, the rows that cannot run, and
-    the targets."""
-    setting = setting or Setting.of(False, math.inf)
-    clock = Clock(device=setting.kind)
+    the targets.
+
+    Raises:
+        DeviceLost: see `attempts`.
+    """
+    setting = setting or Setting.of(None, math.inf)
+    clock = Clock(setting.kind, setting.dry)
     limits = clock.limits()
     able = Rows(setting.device, rows)
-    lines: list[dict[str, Any]] = []
-    left_out = []
+
+    def values(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        targets = check_all(lines, limits.copy_bytes_per_s)
+        return {"limits": asdict(limits), "lines": lines, "refused": able.refused, "targets": targets}
+
+    attempts, left_out = Attempts(setting, values), []
     for case in cases:
         if setting.is_over:
             left_out.append(case.name)
-        else:
-            lines += time_case(case, able, clock, limits, setting.kind)
-    targets = check_all(lines, limits.copy_bytes_per_s)
-    found = {"limits": asdict(limits), "lines": lines, "refused": able.refused, "targets": targets}
-    return found | {"left_out": left_out}
+            continue
+        for name, kernel in attempts.rows(case, able.kernels[case.family]).items():
+            attempts.run(case, name, partial(time_row, case, kernel, clock, limits, setting))
+    return values(attempts.lines) | {"left_out": left_out}
 
 
-def time_case(case: KernelCase, rows: Rows, clock: Clock, limits: Limits, device: str = "cuda") -> list[dict[str, Any]]:
-    """A line for every row of the case's family; one that fails says how and the others go on."""
+def time_row(case: KernelCase, kernel: Any, clock: Clock, limits: Limits, setting: Setting) -> dict[str, Any]:
+    """What a case takes with a row, or why it does not run, or how it failed."""
     peak = limits.fp8_flops_per_s if case.fp8 and limits.fp8_flops_per_s else limits.bf16_flops_per_s
     floor = case.floor_seconds(limits.copy_bytes_per_s, peak)
-    lines = []
-    for name, kernel in rows.kernels[case.family].items():
-        line: dict[str, Any] = {"kernel": case.name, "family": case.family, "row": name, "floor_us": floor * 1e6}
-        try:
-            torch.manual_seed(0)
-            seconds = clock.seconds(case.prepare(kernel, device))
-        except NotServed as why:
-            line["not_served"] = str(why)
-        except Exception as error:
-            line["failed"] = f"{type(error).__name__}: {error}"
-        else:
-            line |= {
-                "us": seconds * 1e6, "of_floor": floor / seconds, "bytes_per_s": case.bytes / seconds,
-                "flops_per_s": case.flops / seconds,
-            }  # fmt: skip
-        if device == "cuda":
+    line: dict[str, Any] = {"floor_us": floor * 1e6}
+    try:
+        torch.manual_seed(0)
+        seconds = clock.seconds(case.prepare(kernel, setting.kind))
+    except NotServed as why:
+        return line | {"not_served": str(why)}
+    except Exception as error:
+        return line | {"failed": f"{type(error).__name__}: {error}"}
+    finally:
+        if setting.kind == "cuda" and setting.device_works():
             torch.cuda.empty_cache()
-        lines.append(line)
-    return lines
+    return line | {
+        "us": seconds * 1e6, "of_floor": floor / seconds, "bytes_per_s": case.bytes / seconds,
+        "flops_per_s": case.flops / seconds,
+    }  # fmt: skip
 
 
 def as_text(values: dict[str, Any]) -> str:
@@ -72,7 +77,7 @@ def as_text(values: dict[str, Any]) -> str:
     rows = [_cells(line) for line in values["lines"]]
     text = [head, table(("kernel", "row", "us", "floor us", "of floor", "GB/s", "TFLOPS"), rows)]
     text += [f"{name}: {why}" for name, why in values["refused"].items()]
-    if values["left_out"]:
+    if values.get("left_out"):
         text.append(f"no time was left for {len(values['left_out'])} cases, from {values['left_out'][0]} on")
     text += [targets_text(values["targets"])]
     return "\n".join(text)
@@ -80,7 +85,7 @@ def as_text(values: dict[str, Any]) -> str:
 
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     names = line["kernel"], line["row"]
-    floor = f"{line['floor_us']:.1f}"
+    floor = f"{line['floor_us']:.1f}" if "floor_us" in line else "-"
     if "us" not in line:
         return *names, "-", floor, line.get("failed") or line["not_served"], "", ""
     rates = f"{line['bytes_per_s'] / 1e9:.0f}", f"{line['flops_per_s'] / 1e12:.1f}"

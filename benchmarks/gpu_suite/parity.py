@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_suite.attempts import Attempts
 from benchmarks.gpu_suite.rows import Rows
+from benchmarks.gpu_suite.setting import Setting
 from benchmarks.kernel_cases import KernelCase, NotServed
 
 BF16_ERROR = 1e-2
@@ -19,35 +22,49 @@ MOST_BYTES = 2 << 30
 """Larger cases are left to the timings: parity needs no size."""
 
 
-def compare(
-    cases: Iterable[KernelCase], rows: Rows, device: str = "cuda", is_over: Callable[[], bool] = lambda: False
-) -> list[dict[str, Any]]:
+def compare(cases: Iterable[KernelCase], rows: Rows, setting: Setting) -> dict[str, Any]:
     """A line for each case that torch serves and each other row: the error, its bound, whether it holds; or what went
-    wrong. No case is begun when time is over."""
-    lines = []
+    wrong. `wrong` counts those that do not hold, `left_out` names cases for which no time was left.
+
+    Raises:
+        DeviceLost: see `attempts`.
+    """
+
+    def values(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"lines": lines, "refused": rows.refused, "wrong": sum(not line["ok"] for line in lines)}
+
+    attempts, left_out = Attempts(setting, values), []
     for case in cases:
-        if is_over():
-            break
         kernels = rows.kernels[case.family]
-        others = {name: kernel for name, kernel in kernels.items() if name != "torch"}
+        others = attempts.rows(case, {name: kernel for name, kernel in kernels.items() if name != "torch"})
         if not others or "torch" not in kernels or case.bytes > MOST_BYTES:
             continue
-        try:
-            expected = _result(case, kernels["torch"], device)
-        except NotServed:
+        if setting.is_over:
+            left_out.append(case.name)
             continue
+        expected: list[tuple[Tensor, ...]] = []
         for name, kernel in others.items():
-            bound = FP8_ERROR if case.fp8 else BF16_ERROR
-            line: dict[str, Any] = {"kernel": case.name, "row": name, "bound": bound}
-            try:
-                line["error"] = difference(_result(case, kernel, device), expected)
-                line["ok"] = line["error"] <= bound
-            except NotServed as why:
-                line |= {"not_served": str(why), "ok": True}
-            except Exception as error:
-                line |= {"failed": f"{type(error).__name__}: {error}", "ok": False}
-            lines.append(line)
-    return lines
+            attempts.run(case, name, partial(_compared, case, kernel, kernels["torch"], expected, setting.kind))
+    return values(attempts.lines) | {"left_out": left_out}
+
+
+def _compared(
+    case: KernelCase, kernel: Any, reference: Any, expected: list[tuple[Tensor, ...]], device: str
+) -> dict[str, Any]:
+    """One row's line. `expected` holds what the reference gave, once it was asked."""
+    bound = FP8_ERROR if case.fp8 else BF16_ERROR
+    line: dict[str, Any] = {"bound": bound}
+    whose = "torch: "
+    try:
+        if not expected:
+            expected.append(_result(case, reference, device))
+        whose = ""
+        found = difference(_result(case, kernel, device), expected[0])
+    except NotServed as why:
+        return line | {"not_served": f"{whose}{why}", "ok": True}
+    except Exception as error:
+        return line | {"failed": f"{whose}{type(error).__name__}: {error}", "ok": False}
+    return line | {"error": found, "ok": found <= bound}
 
 
 def _result(case: KernelCase, kernel: Any, device: str) -> tuple[Tensor, ...]:

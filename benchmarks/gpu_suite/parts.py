@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks.gpu_suite.attempts import DEVICE_LOST, DeviceLost
 from benchmarks.gpu_suite.setting import Setting
 
 
@@ -31,16 +33,9 @@ class Part:
 
 def _aot(folder: Path, setting: Setting) -> dict[str, Any]:
     """Compiles on all cores what the other parts would compile one by one."""
-    from dataclasses import asdict
+    from benchmarks.gpu_suite.compiled import measure
 
-    from benchmarks import aot_table
-
-    capability = setting.device.capability
-    arch = 100 if capability is not None and capability >= (10, 0) else 90
-    only = "silu" if setting.dry else ""
-    results = aot_table.run([arch], only, setting.dry, len(os.sched_getaffinity(0)))
-    bad = [asdict(result) for result in results if result.problems()]
-    return {"num_kernels": len(results), "arch": arch, "not_fit": bad, "wrong": len(bad)}
+    return measure(folder, setting)
 
 
 def _parity(folder: Path, setting: Setting) -> dict[str, Any]:
@@ -48,13 +43,8 @@ def _parity(folder: Path, setting: Setting) -> dict[str, Any]:
     from benchmarks.gpu_suite.rows import Rows
     from benchmarks.kernel_cases import all_cases
 
-    rows = Rows(setting.device)
     asked = cases.tiny_cases() if setting.dry else [*cases.parity_cases(), *all_cases()]
-    lines = parity.compare(asked, rows, setting.kind, lambda: setting.is_over)
-    done = {line["kernel"] for line in lines}
-    left_out = [case.name for case in asked if case.name not in done] if setting.is_over else []
-    wrong = sum(not line["ok"] for line in lines)
-    return {"lines": lines, "refused": rows.refused, "wrong": wrong, "left_out": left_out}
+    return parity.compare(asked, Rows(setting.device), setting)
 
 
 def _kernels(folder: Path, setting: Setting) -> dict[str, Any]:
@@ -72,11 +62,10 @@ def _tokens(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def _exchange(folder: Path, setting: Setting) -> dict[str, Any]:
-    if setting.dry:
-        return {"skipped": "needs the memory of a GPU"}
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # kernels that wait for each other share no queue
     from benchmarks.gpu_suite.exchange import measure
 
-    return measure()
+    return measure(setting)
 
 
 def _decode(folder: Path, setting: Setting) -> dict[str, Any]:
@@ -104,11 +93,11 @@ def _profile(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 PARTS = (
-    Part("aot", 45, 80, _aot),
+    Part("aot", 30, 60, _aot),
     Part("parity", 85, 140, _parity),
     Part("tokens", 40, 75, _tokens),
     Part("exchange", 20, 60, _exchange),
-    Part("kernels", 90, 150, _kernels),
+    Part("kernels", 105, 165, _kernels),
     Part("decode", 90, 120, _decode),
     Part("profile", 55, 80, _profile),
     Part("fp8_layers", 65, 100, _fp8_layers),
@@ -123,37 +112,67 @@ def shares(parts: Sequence[Part], seconds: float) -> float:
     return max(min(parts[0].limit_s, left), min(parts[0].least_s, seconds))
 
 
-def run_part(name: str, output: Path, setting: Setting) -> None:
-    """Runs a part in this process and writes what it returns."""
+def run_part(name: str, setting: Setting) -> int:
+    """Runs a part in this process and saves what it returns; returns the exit code."""
     part = next(part for part in PARTS if part.name == name)
     with tempfile.TemporaryDirectory() as folder:
-        output.write_text(json.dumps(part.run(Path(folder), setting), default=str))
+        try:
+            setting.save(part.run(Path(folder), setting))
+        except DeviceLost:
+            return DEVICE_LOST
+    return 0
 
 
-def run_apart(part: Part, seconds: float, dry: bool = False) -> dict[str, Any]:
-    """Runs a part in a process of its own, and ends all that it started; ``failed`` says what went wrong."""
+def run_apart(part: Part, seconds: float, dry: str | None = None) -> dict[str, Any]:
+    """Runs a part in a process of its own, again where it lost the device or died at a case that can be left out, and
+    ends all that it started. ``failed`` says what went wrong; what it had by then is there besides."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "part.json")
-        command = [sys.executable, "-m", "benchmarks.gpu_suite", "--run-part", part.name, "--output", str(output)]
-        command += ["--seconds", str(seconds), *(["--dry-run"] if dry else [])]
-        began = time.perf_counter()
-        log = Path(folder, "stderr")
-        with log.open("w") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
-            try:
-                code = process.wait(seconds)
-                values = json.loads(output.read_text()) if output.exists() else {}
-                if code:
-                    values["failed"] = f"exit code {code}: {log.read_text()[-2000:]}"
-            except subprocess.TimeoutExpired:
-                values = {"failed": f"not done after {seconds:.0f} s: {log.read_text()[-500:]}"}
-            finally:
-                _end_group(process)
-    return values | {"seconds": round(time.perf_counter() - began, 1)}
+        output, log = Path(folder, "part.json"), Path(folder, "stderr")
+        began, failed = time.monotonic(), None
+        setting, restarts = Setting.of(dry, seconds, output), 0
+        while True:
+            left = max(0.0, setting.ends - time.monotonic())
+            code = _run_once(part, left, dry, output, log)
+            at = setting.saved().get("at")
+            if code is not None and (code == DEVICE_LOST or (code < 0 and at)) and not setting.is_over:
+                restarts += 1
+                continue
+            break
+        if code is None:
+            failed = f"not done after {seconds:.0f} s{_where(at)}: {log.read_text()[-500:]}"
+        elif code:
+            failed = f"exit code {code}{_where(at)}: {log.read_text()[-2000:]}"
+        values = setting.saved() | ({"failed": failed} if failed else {}) | ({"restarts": restarts} if restarts else {})
+    return values | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def _where(at: dict[str, Any] | None) -> str:
+    return f", at {at['kernel']} with {at['row']}" if at else ""
+
+
+def _run_once(part: Part, seconds: float, dry: str | None, output: Path, log: Path) -> int | None:
+    """The exit code; None where time was over first."""
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--run-part", part.name, "--output", str(output)]
+    command += ["--seconds", str(seconds), *(["--dry-run", dry] if dry else [])]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end_group(process)
 
 
 def _end_group(process: subprocess.Popen[Any]) -> None:
-    """The engine's processes too, which would keep the GPU's memory from the next part."""
+    """The engine's processes too, which would keep the GPU's memory from the next part: they have groups of their
+    own, and leave by themselves only where they can."""
+    started = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()

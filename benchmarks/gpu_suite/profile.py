@@ -44,6 +44,7 @@ def by_class(kernels: Iterable[tuple[str, float, int]]) -> dict[str, dict[str, f
 
 def measure(folder: Path, setting: Setting) -> dict[str, Any]:
     """Decode steps of DeepSeek-V2-Lite's shape with a large batch; per step. On a CPU the times are the CPU's."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.step_driver import BatchDriver, create_worker
@@ -55,7 +56,7 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
     config = prepare(
         EngineArgs.from_kwargs(
             model_path=str(model), load_format="dummy", device=setting.kind, skip_tokenizer_init=True,
-            context_length=2 * context, max_running_requests=batch,
+            context_length=2 * context, max_running_requests=batch, **dict(load.flags),
         )
     )  # fmt: skip
     worker = create_worker(config)
@@ -65,12 +66,16 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
     driver.prefill()
     for _ in range(4):
         driver.decode()
-    with profile(activities=[ProfilerActivity.CPU if setting.dry else ProfilerActivity.CUDA]) as profiler:
+    activity, kind, of_event = {
+        "cpu": (ProfilerActivity.CPU, DeviceType.CPU, "self_cpu_time_total"),
+        "cuda": (ProfilerActivity.CUDA, DeviceType.CUDA, "self_device_time_total"),
+    }[setting.kind]
+    with profile(activities=[activity]) as profiler:
         wall = sum(driver.decode() for _ in range(STEPS))
     driver.close()
     worker.close()
-    of_event = "self_cpu_time_total" if setting.dry else "self_device_time_total"
-    spent = {e.key: (getattr(e, of_event) / STEPS, e.count / STEPS) for e in profiler.key_averages()}
+    averages = [event for event in profiler.key_averages() if event.device_type == kind]
+    spent = {event.key: (getattr(event, of_event) / STEPS, event.count / STEPS) for event in averages}
     events = sorted(((name, *both) for name, both in spent.items() if both[0]), key=lambda event: -event[1])
     classes = by_class(events)
     busy = sum(entry["us"] for entry in classes.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_parity_compares_every_row_with_torch(small_cases):
     rows = Rows(cpu_device(), asked=("torch", "cpu"))
     if not rows.kernels["ops"].get("cpu"):
         pytest.skip(rows.refused["ops.cpu"])
-    lines = parity.compare(small_cases, rows, device="cpu")
+    lines = parity.compare(small_cases, rows, Setting.of("cpu", 60))["lines"]
     compared = {case.name for case in small_cases if case.family not in ("quantization", "permutation")}
     assert {line["kernel"] for line in lines} == compared  # of these a CPU has one row
     assert all(line["ok"] for line in lines), [line for line in lines if not line["ok"]]
@@ -61,7 +62,7 @@ def test_parity_finds_a_row_that_is_wrong_and_one_that_breaks(small_cases):
             raise RuntimeError("no such kernel")
 
     rows.kernels["ops"]["other"] = Wrong()
-    lines = parity.compare(small_cases, rows, device="cpu")
+    lines = parity.compare(small_cases, rows, Setting.of("cpu", 60))["lines"]
     wrong = {line["kernel"].split(".")[1]: line for line in lines if not line["ok"]}
     assert set(wrong) == {"rms_norm", "add_rms_norm", "write_latent", "silu_and_mul"}
     assert wrong["rms_norm"]["error"] == pytest.approx(0.02, rel=0.2)
@@ -166,11 +167,11 @@ def test_the_next_three_things():
 def test_tokens_that_differ_are_counted_and_named(monkeypatch):
     answers = {"cpu": [[1, 2, 3]] * 8, "gpu": [[1, 2, 3]] * 7 + [[1, 5, 3]]}
     worse = [0.1] * 8
-    monkeypatch.setattr(tokens, "greedy", lambda device, count, dtype: {"together": answers[device]})
+    monkeypatch.setattr(tokens, "greedy", lambda device, count, dtype, flags: {"together": answers[device]})
     monkeypatch.setattr(tokens, "regrets", lambda answers: worse)
-    setting = Setting.of(True, 9)
+    setting = Setting.of("cpu", 9)
     assert tokens.measure(setting)["wrong"] == 0
-    monkeypatch.setattr(Setting, "kind", property(lambda self: "gpu"))
+    setting = replace(setting, kind="gpu")
     found = tokens.measure(setting)
     assert found["wrong"] == 1 and f"{tokens.PROMPTS[7]!r} only the first 1" in tokens.as_text(found)
     worse[3] = tokens.MOST_REGRET + 0.25
@@ -227,9 +228,9 @@ def test_parts_share_the_time_and_all_get_their_least():
 
 
 def test_time_that_is_over_is_noticed_before_the_next_case():
-    lines = parity.compare(cases.tiny_cases(), Rows(cpu_device(), asked=("torch",)), "cpu", lambda: True)
-    assert lines == []
-    values = kernel_times.measure(cases.tiny_cases(), ("torch",), Setting.of(True, 0.0))
+    values = parity.compare(cases.tiny_cases(), Rows(cpu_device(), asked=("torch", "cpu")), Setting.of("cpu", 0.0))
+    assert values["lines"] == []
+    values = kernel_times.measure(cases.tiny_cases(), ("torch",), Setting.of("cpu", 0.0))
     assert values["lines"] == [] and len(values["left_out"]) == len(cases.tiny_cases())
     assert "no time was left" in kernel_times.as_text(values)
 

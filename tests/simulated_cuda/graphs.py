@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulated_cuda import order
+from tests.simulated_cuda import failures, order, profiler
 from tests.simulated_cuda.memory import MEMORY, POISON, Block
 from tests.simulated_cuda.streams import current
 
@@ -42,6 +42,8 @@ class Graph:
         self.streams: list[Any] = []
         """All that it is recorded from."""
         self.recording = False
+        self.names: list[str] = []
+        """Of its launches."""
         self.num_replays = 0
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **options: Any) -> None:
@@ -97,6 +99,8 @@ class Graph:
             graph.poison()
         stream = current()
         tick = stream.launch()
+        failures.raise_broken()
+        profiler.launches.update(self.names)
         self.num_replays += 1
         for (block, begin, end, writes), what in self._touched.items():
             order.touch_bytes(block, begin, end, writes, stream, tick, what)

@@ -87,7 +87,7 @@ def _device(torch: Any) -> Path:
 
 def _runtime(torch: Any) -> None:
     """``torch.cuda``."""
-    from tests.simulated_cuda import graphs, streams
+    from tests.simulated_cuda import failures, graphs, profiler, streams
     from tests.simulated_cuda.memory import MEMORY, TOTAL
 
     cuda = torch.cuda
@@ -111,15 +111,17 @@ def _runtime(torch: Any) -> None:
         "get_device_name": lambda device=None: properties.name, "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (TOTAL - used(device), TOTAL), "memory_allocated": used,
         "max_memory_allocated": used, "memory_reserved": used, "reset_peak_memory_stats": nothing,
-        "empty_cache": nothing, "ipc_collect": nothing, "can_device_access_peer": lambda a, b: True,
+        "empty_cache": failures.raise_broken, "ipc_collect": nothing, "can_device_access_peer": lambda a, b: True,
         "is_bf16_supported": lambda *a, **k: True,
         "synchronize": streams.synchronize, "current_stream": streams.current, "default_stream": streams.default,
         "Stream": streams.Stream, "Event": streams.Event, "stream": streams.on_stream, "set_stream": streams.set_stream,
         "CUDAGraph": graphs.Graph, "graph_pool_handle": graphs.pool_handle, "manual_seed_all": nothing,
         "manual_seed": nothing, "get_arch_list": lambda: ["sm_90"],
+        "_sleep": lambda cycles: nothing(streams.current().launch()),
         "is_current_stream_capturing": lambda: streams.current().capturing is not None,
     }  # fmt: skip
     torch._C._host_emptyCache = nothing
+    torch.profiler.profile = profiler.profile
     for name, value in replaced.items():
         # one object for each name: torch.compile looks its rules up by object
         own = value if isinstance(value, type) else lambda *args, _value=value, **kwargs: _value(*args, **kwargs)
@@ -135,20 +137,20 @@ def _tensors(torch: Any) -> None:
     from tests.simulated_cuda import operators, streams
     from tests.simulated_cuda.memory import MEMORY
 
-    empty, zeros = torch.empty, torch.zeros
+    def pinned_too(make: Any) -> Any:
+        def makes(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            made = make(*args, **kwargs)
+            if not pin_memory:
+                return made
+            if made.is_cuda:
+                raise RuntimeError("Only dense CPU tensors can be pinned")
+            if make is empty and made.numel():
+                made.view(torch.uint8).fill_(0xFF) if made.dim() else made.fill_(-1)
+            return operators.pin(made)
 
-    def pinned_too(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-        made = empty(*args, **kwargs)
-        if not pin_memory:
-            return made
-        if made.is_cuda:
-            raise RuntimeError("Only dense CPU tensors can be pinned")
-        if made.numel():
-            made.view(torch.uint8).fill_(0xFF) if made.dim() else made.fill_(-1)
-        return operators.pin(made)
+        return makes
 
-    def pinned_zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-        return pinned_too(*args, pin_memory=True, **kwargs).zero_() if pin_memory else zeros(*args, **kwargs)
+    empty = torch.empty
 
     def pin_memory(self: Any, device: Any = None) -> Any:
         if self.is_cuda:
@@ -158,8 +160,9 @@ def _tensors(torch: Any) -> None:
     def record_stream(self: Any, stream: Any) -> None:
         MEMORY.block(self).recorded.add(stream)
 
-    torch.empty, torch.zeros = pinned_too, pinned_zeros
     torch.Event = streams.AnyEvent
+    for make in (empty, torch.zeros, torch.ones, torch.full, torch.tensor, torch.rand, torch.randn):
+        setattr(torch, make.__name__, pinned_too(make))
     torch.Tensor.pin_memory = pin_memory
     torch.Tensor.is_pinned = lambda self, device=None: operators.is_pinned(self)
     torch.Tensor.record_stream = record_stream

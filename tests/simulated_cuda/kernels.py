@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.simulated_cuda import streams, symmetric
+from tests.simulated_cuda import failures, streams, symmetric
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.operators import Launch, is_pinned
 
@@ -62,6 +62,7 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
 
     if launch.graph is None or not any(map(symmetric.leads_there, tensors)):  # others' memory could not be put back
         run()
+        failures.launched(name)
     for x in tensors:
         block = MEMORY.block(x)
         changed = id(block) in before and not before[id(block)].equal(block.host)

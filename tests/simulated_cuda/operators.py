@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from tests.simulated_cuda import order
+from tests.simulated_cuda import failures, order, profiler
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.streams import Stream, current, note_wait, under_way
 
@@ -31,10 +31,15 @@ class Launch:
 
     def __init__(self, what: str, device: Any = None) -> None:
         MEMORY.collect()
+        failures.raise_broken()
         self.what = what
         self.stream: Stream = current(device)
         self.tick = self.stream.launch()
         self.graph = self.stream.capturing
+        if self.graph is None:
+            profiler.launches[what] += 1
+        else:
+            self.graph.names.append(what)
 
     def reads(self, tensor: Tensor) -> None:
         self._touches(tensor, False)

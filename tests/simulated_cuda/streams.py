@@ -20,6 +20,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from tests.simulated_cuda import failures
+
 Clock = dict[int, int]
 _numbers = count(1)
 
@@ -72,6 +74,7 @@ def several() -> bool:
 
 def note_wait(what: str) -> None:
     """The host waits. Not while a graph is recorded."""
+    failures.raise_broken()
     if current().capturing:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
     foreign = ("simulated_cuda", "/torch/", "/concurrent/", "/threading.py")
@@ -172,6 +175,7 @@ class Event:
         self._launches = 0
 
     def record(self, stream: Stream | None = None) -> None:
+        failures.raise_broken()
         stream = stream or current()
         _merge(stream.clock, _host_clock)
         self._clock, self._graph, self._asked = dict(stream.clock), stream.capturing, 0
@@ -184,6 +188,7 @@ class Event:
     def query(self) -> bool:
         """Done when asked for the second or third time."""
         self._check()
+        failures.raise_broken()
         self._asked += 1
         if self._asked < 2 + _random.randrange(2):
             return False

@@ -154,10 +154,11 @@ def test_a_cuda_graph_reads_what_its_inputs_hold_now() -> None:
 @pytest.mark.gpu
 def test_replayed_tokens_are_those_without_graphs(tmp_path: Path) -> None:
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5)
-    script = [Scripted(f"r{i}", list(range(5 + i, 20 + 2 * i)), 16, arrives=i) for i in range(6)]
+    script = [Scripted(f"r{i}", list(range(5 + i, 12 + 2 * i)), 5, arrives=i) for i in range(4)]
+    small = {"max_total_tokens": 256, "context_length": 40, "max_running_requests": 3, "chunked_prefill_size": 16}
     answers = []
-    for flags in ({"disable_cuda_graph": True}, {"cuda_graph_max_bs": 8}):
-        engine = InProcessEngine(path, tmp_path / "board", device="cuda", max_total_tokens=4096, **flags)
+    for flags in ({"disable_cuda_graph": True}, {"cuda_graph_max_bs": 3}):
+        engine = InProcessEngine(path, tmp_path / "board", device="cuda", **small, **flags)
         try:
             answers.append({rid: answer.token_ids for rid, answer in engine.run(script).items()})
             assert bool(engine.worker.info.num_graphs) == ("cuda_graph_max_bs" in flags)

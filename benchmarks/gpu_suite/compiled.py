@@ -1,0 +1,93 @@
+"""Every kernel that the suite launches compiled beforehand on all cores, into the cache that the other parts find it
+in: one by one, as they are launched, it would take minutes of theirs.
+
+Every process makes all launches on a device that is absent, and compiles its share of the kernels that they ask for.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import zlib
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_suite.setting import Setting
+from moe_engine.config.machine import Machine, probe_machine
+
+Found = tuple[list[dict[str, Any]], list[str], int]
+"""Reports of the compiler, launches that failed, and how many kernels there was no time for."""
+
+
+def measure(folder: Path, setting: Setting) -> dict[str, Any]:
+    """How many kernels there are for this GPU, those that spill or do not fit, and launches that did not compile."""
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        return {"skipped": "kernels are interpreted here"}
+    machine, count = _machine(setting), len(os.sched_getaffinity(0))
+    reports: list[dict[str, Any]] = []
+    failures: set[str] = set()
+    values: dict[str, Any] = {"arch": _arch(machine), "num_kernels": 0, "left_out": 0}
+    with multiprocessing.get_context("fork").Pool(count) as pool:
+        share = partial(_share, count=count, folder=folder, machine=machine, setting=setting)
+        for found, failed, left_out in pool.imap_unordered(share, range(count)):
+            reports += found
+            failures.update(failed)
+            not_fit = [report for report in reports if report["problems"]]
+            values |= {
+                "num_kernels": len(reports), "cached": sum(not report["seconds"] for report in reports),
+                "not_fit": not_fit, "failures": sorted(failures), "wrong": len(not_fit) + len(failures),
+                "left_out": values["left_out"] + left_out,
+            }  # fmt: skip
+            setting.save(values)
+    return values
+
+
+def _share(number: int, count: int, folder: Path, machine: Machine, setting: Setting) -> Found:
+    from triton import knobs
+
+    from benchmarks.gpu_suite.launches import of_suite
+    from moe_engine.kernels.triton.absent_device import absent_device
+
+    left_out: set[str] = set()
+    failures = []
+
+    def is_not_mine(*, key: Any, fn: Any, **rest: Any) -> bool:
+        name = f"{fn.name} {key}"
+        if zlib.crc32(name.encode()) % count != number:
+            return True
+        if setting.is_over:
+            left_out.add(name)
+        return name in left_out
+
+    own = folder / str(number)
+    with absent_device(_arch(machine)) as compilations:
+        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, is_not_mine
+        try:
+            for name, launch in of_suite(own, machine, setting.dry):
+                try:
+                    launch()
+                except Exception as error:
+                    failures.append(f"{name}: {type(error).__name__}: {error}")
+        finally:
+            knobs.runtime.jit_cache_hook = before
+    reports = [asdict(report) | {"problems": report.problems()} for report in compilations.reports]
+    return reports, failures, len(left_out)
+
+
+def _machine(setting: Setting) -> Machine:
+    """Asked for in a process of its own: the compilers are forked, which a process that uses a GPU cannot be."""
+    if setting.kind == "cpu":
+        from moe_engine.compile_kernels.targets import TARGETS
+
+        return TARGETS["h200"].machine
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(probe_machine, (setting.kind,))
+
+
+def _arch(machine: Machine) -> int:
+    """As Triton numbers those that the tables have kernels for."""
+    return 100 if machine.capability is not None and machine.capability >= (10, 0) else 90

@@ -1,0 +1,93 @@
+"""The parts' results for people, whole or as far as they came, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu_suite import exchange, kernel_times, tokens
+from benchmarks.report import table
+
+Values = dict[str, Any]
+
+
+def part_text(name: str, values: Values) -> str:
+    """A part's result; what failed first."""
+    lines = [f"failed: {values['failed']}"] if "failed" in values else []
+    if "restarts" in values:
+        lines.append(f"started again {values['restarts']} times, behind lines that took the process with them")
+    if "skipped" in values:
+        lines.append(f"skipped: {values['skipped']}")
+    elif set(values) - {"failed", "restarts", "seconds", "at"}:
+        lines.append(_TEXTS[name](values))
+    return "\n".join(lines)
+
+
+def summary(result: dict[str, Values]) -> str:
+    """How many targets were met, and all that was missed, was wrong or failed."""
+    targets = [target for values in result.values() for target in values.get("targets", [])]
+    reached = [target for target in targets if target["reached"] is not None]
+    missed = [target for target in reached if not target["met"]]
+    met, untried = len(reached) - len(missed), len(targets) - len(reached)
+    lines = [f"targets: {met} met, {len(missed)} missed, {untried} not tried"]
+    lines += [f"  missed: {target['name']}: {target['reached']:.2f} of {target['wanted']:.2f}" for target in missed]
+    for name, values in result.items():
+        if "failed" in values:
+            lines.append(f"  part {name} failed: {_last_line(values['failed'])}")
+        if values.get("wrong"):
+            lines.append(f"  part {name}: {values['wrong']} wrong")
+        broken = [line for line in values.get("lines", []) if "failed" in line]
+        lines += [f"  {name}: {n['kernel']} with {n['row']}: {_last_line(n['failed'])[:160]}" for n in broken]
+    return "\n".join(lines)
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)
+
+
+def _aot(values: Values) -> str:
+    text = f"{values['num_kernels']} kernels for sm_{values['arch']}, {values['cached']} of them there already, "
+    text += f"{len(values['not_fit'])} not fit to ship"
+    text += f", no time was left for {values['left_out']}" if values["left_out"] else ""
+    return "\n".join([text, *values["failures"]])
+
+
+def _parity(values: Values) -> str:
+    cells = [(n["kernel"], n["row"], _error(n), "yes" if n["ok"] else "NO") for n in values["lines"]]
+    notes = [f"{row}: {why}" for row, why in values["refused"].items()]
+    if values.get("left_out"):
+        notes.append(f"no time was left for {len(values['left_out'])} cases, from {values['left_out'][0]} on")
+    return "\n".join([table(("kernel", "row", "error", "holds"), cells), *notes])
+
+
+def _error(line: Values) -> str:
+    return f"{line['error']:.1e}" if "error" in line else line.get("failed") or line["not_served"]
+
+
+def _profile(values: Values) -> str:
+    classes = [(n, f"{c['us']:.0f}", f"{c['launches']:.0f}") for n, c in values["classes"].items()]
+    head = f"step {values['step_us']:.0f} us, of which the device worked {values['device_us']:.0f} us"
+    first = [(n["kernel"][:70], f"{n['us']:.0f}", f"{n['share']:.0%}") for n in values["next"]]
+    text = head + "\n" + table(("class", "us", "launches"), classes)
+    return text + "\n" + table(("next to look at", "us", "of a step"), first)
+
+
+def _fp8_layers(values: Values) -> str:
+    cells = [
+        (p["batch_size"], f"{p['layer_us']:.0f}", f"{p['layer_floor_us']:.0f}", f"{p['of_floor']:.2f}")
+        for p in values["points"]
+    ]
+    return table(("batch", "us a layer", "floor us", "of floor"), cells)
+
+
+def _engine(values: Values) -> str:
+    latencies = [(p["batch_size"], p["median_decode_latency"]) for p in values.get("points", [])]
+    lines = [(size, f"{seconds * 1e3:.2f}", f"{size / seconds:.0f}") for size, seconds in latencies]
+    text = table(("batch", "ms a step", "tokens/s"), lines) if lines else ""
+    return text + "\n" + kernel_times.targets_text(values["targets"])
+
+
+_TEXTS: dict[str, Callable[[Values], str]] = {
+    "aot": _aot, "parity": _parity, "kernels": kernel_times.as_text, "tokens": tokens.as_text,
+    "exchange": exchange.as_text, "decode": _engine, "offline": _engine, "profile": _profile, "fp8_layers": _fp8_layers,
+}  # fmt: skip

@@ -1,0 +1,143 @@
+"""The GPU suite on simulated devices: what it does with a GPU, and with one that is lost. In processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_suite import cases
+from benchmarks.gpu_suite.attempts import DEVICE_LOST, MOST_LOSSES, Attempts, DeviceLost
+from benchmarks.gpu_suite.exchange import V3_BESIDE
+from benchmarks.gpu_suite.parts import PARTS, run_apart
+from benchmarks.gpu_suite.setting import Setting
+from benchmarks.gpu_suite.texts import summary
+from moe_engine.kernels.peer_memory.tiles import TILES
+from tests.simulated_cuda.failures import BREAKS
+from tests.simulated_cuda.install import why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+BROKEN = {case.name for case in cases.tiny_cases() if "expanded" in case.name}
+
+
+@pytest.fixture
+def simulated() -> dict[str, str]:
+    """The environment of a process that has simulated devices."""
+    pytest.importorskip("triton")
+    if why := why_not():
+        pytest.skip(why)
+    return os.environ | {"PYTHONPATH": f"{ROOT / 'tests/simulated_cuda/site'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+
+
+def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(simulated, tmp_path):
+    output = tmp_path / "r.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry-run", "cuda", "--output", str(output)]
+    environment = simulated | {BREAKS: "expanded_kernel"}
+    done = subprocess.run(
+        [*command, "--parts", "exchange", "kernels"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(output.read_text())
+    lines = [line for line in result["kernels"]["lines"] if line["row"] == "triton"]
+    lost = {line["kernel"] for line in lines if "illegal memory access" in line.get("failed", "")}
+    assert lost == BROKEN and result["kernels"]["restarts"] == len(BROKEN) and "failed" not in result["kernels"]
+    assert {line["kernel"] for line in lines} == {case.name for case in cases.tiny_cases()}
+    assert all("us" in line for line in lines if line["kernel"] not in lost)
+    assert all(line["ok"] for line in result["exchange"]["lines"]) and len(result["exchange"]["lines"]) == 2
+    assert all(re.search(f"kernels: {name} with triton: .*illegal memory access", done.stdout) for name in BROKEN)
+
+
+def test_tests_for_a_gpu_run_on_a_simulated_one(simulated):
+    """Those that are quick there; `pytest -p tests.simulated_cuda.plugin -m gpu tests` runs all that can."""
+    asked = ["tests/worker/test_before_ready.py", "tests/vendors/test_on_gpu.py", "tests/parallel/test_symm_mem_gpu.py"]
+    chosen = "a_cuda_graph_reads or test_recorded_absorbed[1-triton] or streams_of_their_own"
+    command = [sys.executable, "-m", "pytest", "-p", "tests.simulated_cuda.plugin", "-m", "gpu", "-q", "-k", chosen]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *asked], env=simulated, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("..s "), done.stdout + done.stderr
+
+
+def test_a_process_that_died_at_a_line_goes_on_behind_it(tmp_path):
+    setting = Setting.of("cpu", 60, tmp_path / "part.json")
+    first, second, *_ = cases.tiny_cases()
+    rows = {"a": None, "b": None}
+
+    def values(lines: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"lines": lines, "count": len(lines)}
+
+    attempts = Attempts(setting, values)
+    attempts.run(first, "a", lambda: {"us": 1.0})
+    with pytest.raises(ZeroDivisionError):  # stands for the end of the process
+        attempts.run(first, "b", lambda: {"us": 1 / 0})
+    again = Attempts(setting, values)
+    assert [line["failed"] for line in again.lines if "failed" in line] == ["the process ended here"]
+    assert again.rows(first, rows) == {} and set(again.rows(second, rows)) == {"a", "b"}
+    again.run(second, "a", lambda: {"us": 2.0})
+    assert setting.saved()["count"] == 2 and setting.saved()["at"]["kernel"] == second.name
+
+
+def test_a_row_that_loses_the_device_again_and_again_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(Setting, "device_works", lambda self: False)
+    setting = Setting.of("cpu", 60, tmp_path / "part.json")
+    of_family = [case for case in cases.tiny_cases() if case.family == "mla"]
+    assert len(of_family) == MOST_LOSSES
+    for case in of_family:
+        attempts = Attempts(setting, lambda lines: {"lines": lines})
+        with pytest.raises(DeviceLost):
+            attempts.run(case, "a", lambda: {"failed": "lost"})
+    left = Attempts(setting, lambda lines: {"lines": lines})
+    other = next(case for case in cases.tiny_cases() if case.family != "mla")
+    third = cases.attention_case(cases.attention.DEEPSEEK_V3.absorbed(1, 1, 9))
+    assert set(left.rows(third, {"a": None, "b": None})) == {"b"} and set(left.rows(other, {"a": None})) == {"a"}
+
+
+def test_what_a_part_has_when_its_time_is_over_is_kept(monkeypatch):
+    from benchmarks.gpu_suite import parts
+
+    codes = [DEVICE_LOST, -11, None]
+
+    def once(part, seconds, dry, output, log):
+        log.write_text("")
+        Setting.of("cpu", 1, output).save(
+            {"lines": [{"us": 1.0}] * (3 - len(codes)), "at": {"kernel": "k", "row": "r"}}
+        )
+        return codes.pop(0)
+
+    monkeypatch.setattr(parts, "_run_once", once)
+    values = run_apart(PARTS[0], 60, "cpu")
+    assert values["restarts"] == 2 and len(values["lines"]) == 2
+    assert values["failed"].startswith("not done after 60 s, at k with r")
+
+
+def test_summary_names_what_was_missed_and_what_failed():
+    targets = [
+        {"name": n, "wanted": 1.0, "reached": r, "met": r == 2.0} for n, r in (("a", 2.0), ("b", 0.5), ("c", None))
+    ]
+    result = {
+        "kernels": {"targets": targets, "lines": [{"kernel": "k", "row": "triton", "failed": "x\nBroken: y"}]},
+        "decode": {"failed": "Traceback\nRuntimeError: no memory\n"}, "parity": {"wrong": 3},
+    }  # fmt: skip
+    text = summary(result)
+    assert text.startswith("targets: 1 met, 1 missed, 1 not tried\n  missed: b: 0.50 of 1.00\n")
+    assert "kernels: k with triton: Broken: y" in text and "part parity: 3 wrong" in text
+    assert "part decode failed: RuntimeError: no memory" in text
+
+
+def test_all_ranks_that_wait_for_each_other_fit_on_one_gpu():
+    """Two programs of four warps fit a multiprocessor whatever registers they take: 2 * 128 threads * 255 of 65536."""
+    waiting = (
+        V3_BESIDE.tokens * V3_BESIDE.top_k, V3_BESIDE.num_local * TILES.receive_parts,
+        V3_BESIDE.tokens * -(-V3_BESIDE.hidden // TILES.sum_cols),
+    )  # fmt: skip
+    assert max(TILES.row_warps, TILES.sum_warps) <= 4 and V3_BESIDE.num_ranks * max(waiting) <= 2 * 132

@@ -1,0 +1,28 @@
+"""Errors that stay: after an illegal address every call on a device of this process fails, as CUDA's do."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+BREAKS = "SIMULATED_CUDA_BREAKS"
+"""Environment: the kernel whose launches are at fault. What was launched goes on; who waits for it is told."""
+
+_broken = False
+
+
+def launched(kernel: str) -> None:
+    """A kernel was launched."""
+    global _broken
+    _broken = _broken or kernel == os.environ.get(BREAKS)
+
+
+def raise_broken() -> None:
+    """Of every call that asks the device for something.
+
+    Raises:
+        torch.AcceleratorError: it is lost to this process.
+    """
+    if _broken:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
