@@ -11,7 +11,8 @@ graphs. What a GPU would refuse is refused, and what it would do without saying 
 - a graph replays what was launched over the addresses it was recorded with, and may not wait, allocate for good or
   upload pageable memory while it is recorded; what other graphs left in the shared pool is lost (`graphs`);
 - work on two streams must be ordered by events where it touches the same memory (`order`);
-- programs of a kernel run in any order (`kernels`).
+- programs of a kernel run in any order (`kernels`);
+- ranks are processes that meet by NCCL's operations (`nccl`) and write into each other's memory (`symmetric`).
 
 It says nothing about speed, about kernels' code for a GPU, or about what depends on real concurrency inside a kernel.
 """
