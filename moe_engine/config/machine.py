@@ -21,8 +21,8 @@ class Machine:
     """Memory of the device that holds weights and KV, in bytes; `source` says where the figures come from.
 
     `available_bytes` is what nobody uses now. On a CPU both count a container's limit. `unlinked`: which of the GPUs
-    cannot reach each other's memory; None where all can. `capability` of a GPU is (major, minor); None where it is not
-    known.
+    cannot reach each other's memory; None where all can. `capability` of a GPU is (major, minor), `num_devices` how
+    many of them torch sees; None where that is not known.
     """
 
     device: str
@@ -34,6 +34,7 @@ class Machine:
     device_reason: str = ""
     unlinked: str | None = None
     capability: tuple[int, int] | None = None
+    num_devices: int | None = None
 
     @property
     def kernel_device(self) -> Device:
@@ -89,7 +90,8 @@ def _probe_cuda(cores: int, reason: str) -> Machine:
         raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or check the driver")
     free, total = torch.cuda.mem_get_info(0)
     name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
-    return Machine("cuda", name, total, free, cores, "CUDA driver", reason, _unlinked(torch.cuda), capability)
+    unlinked, count = _unlinked(torch.cuda), torch.cuda.device_count()
+    return Machine("cuda", name, total, free, cores, "CUDA driver", reason, unlinked, capability, count)
 
 
 def _unlinked(cuda: Any) -> str | None:

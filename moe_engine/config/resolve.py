@@ -173,7 +173,7 @@ def resolve(
     record = Record()
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
-    parallel = resolve_parallel(args, model, device, place, record, machine.unlinked)
+    parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
     dtype = _dtype(args, model, machine, record)
     kv_dtype = _kv_dtype(args, dtype, record)

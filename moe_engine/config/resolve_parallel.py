@@ -84,12 +84,13 @@ def resolve_parallel(
     place: ClusterPlace | None,
     record: Record,
     unlinked: str | None = None,
+    num_devices: int | None = None,
 ) -> ParallelPlan:
     """Pure, as `resolve`.
 
     Args:
         place: what SLURM or torchrun say, for what the flags leave open.
-        unlinked: as `Machine` has it.
+        unlinked, num_devices: as `Machine` has them.
 
     Raises:
         ConfigError: sizes that do not fit each other or the model, with those that would.
@@ -120,7 +121,7 @@ def resolve_parallel(
     if fp8 and (dispatch is None or model.hidden_size % 128):
         why = "no tokens travel (--moe-a2a-backend)" if dispatch is None else f"hidden size {model.hidden_size}"
         raise ConfigError(f"--moe-dispatch-dtype fp8 needs tokens that travel, of whole blocks of 128 channels: {why}")
-    return ParallelPlan(
+    plan = ParallelPlan(
         topology=topology,
         num_replicas=replicas,
         num_nodes=num_nodes,
@@ -133,6 +134,25 @@ def resolve_parallel(
         start_seconds=float(flags.dist_timeout or START_SECONDS),
         local_rank=place.local_rank if place is not None else 0,
     )
+    _check_devices(flags, plan, num_devices)
+    return plan
+
+
+def _check_devices(flags: ParallelArgs, plan: ParallelPlan, num_devices: int | None) -> None:
+    """Every rank of this node needs a GPU of its own.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if num_devices is None:
+        return
+    last = flags.base_gpu_id + flags.gpu_id_step * (plan.ranks_per_node - 1)
+    if last >= num_devices:
+        raise ConfigError(
+            f"this node's GPUs would be {flags.base_gpu_id} to {last} (--tp-size and --dp-size ask for "
+            f"{plan.ranks_per_node} here, --base-gpu-id {flags.base_gpu_id}, --gpu-id-step {flags.gpu_id_step}), and "
+            f"torch sees {num_devices}, numbered from 0"
+        )
 
 
 def _check_overlap(flags: ParallelArgs, travels: bool) -> None:

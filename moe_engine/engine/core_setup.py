@@ -125,6 +125,11 @@ def make_worker(
     return worker
 
 
+def _only_device(config: ResolvedConfig) -> str:
+    """Of a single process."""
+    return config.device if config.device == "cpu" else f"{config.device}:{config.args.parallel.base_gpu_id}"
+
+
 def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerOptions:
     """The worker's part of the configuration; `device` of its rank (``cuda:3``), where there are several."""
     from moe_engine.worker.worker import WorkerOptions
@@ -138,7 +143,7 @@ def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerO
         context_len=config.context_len,
         max_rows=config.max_running_requests,
         page_size=config.page_size,
-        device=device or config.device,
+        device=device or _only_device(config),
         backends=config.asked_backends,
         load_format=config.args.model.load_format,
         num_threads=config.cpu_threads,

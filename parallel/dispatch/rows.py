@@ -70,7 +70,7 @@ def without_lost(ids: Tensor, alive: Tensor | None) -> Tensor:
 
 
 def check_choices(ids: Tensor, num_experts: int) -> None:
-    """Refuses what no router should produce. Waits for the device.
+    """Refuses what no router should produce. Waits for the device, once.
 
     Raises:
         ValueError: an id outside -1..num_experts-1, or an expert named twice by one token.
@@ -78,10 +78,11 @@ def check_choices(ids: Tensor, num_experts: int) -> None:
     if not ids.numel():
         return
     ordered = ids.sort(dim=1).values
-    lowest, highest = ordered.aminmax()
-    if lowest < -1 or highest >= num_experts:
+    outside = (ordered[:, 0] < -1) | (ordered[:, -1] >= num_experts)  # [T]
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)  # [T]
+    if not bool((outside | twice).any()):
+        return
+    if bool(outside.any()):
         raise ValueError(f"topk_ids holds an expert outside 0..{num_experts - 1}")
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if bool(twice.any()):
-        token = int(twice.any(1).nonzero()[0])
-        raise ValueError(f"token {token} names an expert twice: {ids[token].tolist()}")
+    token = int(twice.nonzero()[0])
+    raise ValueError(f"token {token} names an expert twice: {ids[token].tolist()}")

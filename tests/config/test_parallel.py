@@ -53,6 +53,27 @@ def plan_of(model: ModelConfig, place: ClusterPlace | None = None, device: str =
     return resolve_parallel(EngineArgs.from_kwargs(**flags), model, device, place, Record())
 
 
+# -- which GPUs
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ({}, 1),
+        ({"base_gpu_id": 2}, 3),
+        ({"tp_size": 4}, 4),
+        ({"tp_size": 2, "dp_size": 2, "base_gpu_id": 1, "gpu_id_step": 2}, 8),
+        ({"tp_size": 4, "nnodes": 2, "node_rank": 1, "dist_init_addr": "h:1"}, 2),
+    ],
+)
+def test_every_rank_has_a_gpu(models, flags: dict[str, Any], needed: int) -> None:
+    args = EngineArgs.from_kwargs(**flags)
+    for seen in (None, needed):
+        resolve_parallel(args, models["eight"], "cuda", None, Record(), num_devices=seen)
+    with pytest.raises(ConfigError, match=f"torch sees {needed - 1}"):
+        resolve_parallel(args, models["eight"], "cuda", None, Record(), num_devices=needed - 1)
+
+
 # -- what resolves
 
 

@@ -12,7 +12,8 @@ graphs. What a GPU would refuse is refused, and what it would do without saying 
   upload pageable memory while it is recorded; what other graphs left in the shared pool is lost (`graphs`);
 - work on two streams must be ordered by events where it touches the same memory (`order`);
 - programs of a kernel run in any order (`kernels`);
-- an error of a kernel is told by every call from then on, until the process ends (`failures`).
+- an error of a kernel is told by every call from then on, until the process ends (`failures`);
+- ranks are processes that meet by NCCL's operations (`nccl`) and write into each other's memory (`symmetric`).
 
 It says nothing about speed, about kernels' code for a GPU, or about what depends on real concurrency inside a kernel.
 """

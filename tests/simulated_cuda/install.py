@@ -91,7 +91,7 @@ def _runtime(torch: Any) -> None:
     from tests.simulated_cuda.memory import MEMORY, TOTAL
 
     cuda = torch.cuda
-    count = int(os.environ.get(COUNT, "1"))
+    count = streams.count_devices = int(os.environ.get(COUNT, "1"))
     properties = SimpleNamespace(
         name="NVIDIA H200 (simulated)", major=9, minor=0, total_memory=TOTAL, multi_processor_count=MULTIPROCESSORS,
         max_threads_per_multi_processor=2048, shared_memory_per_block_optin=232448, warp_size=32,

@@ -49,6 +49,8 @@ class Block:
     """Streams named by ``Tensor.record_stream``."""
     pooled: bool = False
     """Whether it belongs to a pool of graphs, for good."""
+    shared: bool = False
+    """Whether other processes write to it."""
     managed: Any = None
     """What torch's tensors hold; None once they gave it back."""
 

@@ -132,6 +132,15 @@ def not_waited_for(rank: int) -> list[str]:
     return [early, said_by(lambda: x + 1), said_by(forked)]
 
 
+def exchanged(rank: int) -> list[list[float]]:
+    """The worst errors of exchanges through symmetric memory, eager and replayed, without FP8 and with. Leaves torch's
+    stream for recordings on the device that all ranks share in this."""
+    device_of(0)
+    from tests.parallel import test_symm_mem_gpu
+
+    return [test_symm_mem_gpu.run(rank, fp8, 2) for fp8 in (False, True)]
+
+
 def given_back(rank: int) -> list[str]:
     """What is said where memory is given back that another stream reads: without more, and through a lane, which keeps
     it for as long."""

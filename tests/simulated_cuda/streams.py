@@ -261,7 +261,13 @@ def index_of(device: Any = None) -> int:
     return getattr(_threads, "device", 0) if index is None else index
 
 
+count_devices = 1
+"""How many there are."""
+
+
 def set_device(device: Any) -> None:
+    if index_of(device) >= count_devices:
+        raise RuntimeError("CUDA error: invalid device ordinal")
     _threads.device = index_of(device)
 
 

@@ -34,7 +34,9 @@ def empty(num_bytes: int, *, dtype: torch.dtype, device: Any) -> Tensor:
     os.truncate(file, num_bytes)
     host = _mapped(f"/proc/{os.getpid()}/fd/{file}")
     _files[host.data_ptr()] = f"/proc/{os.getpid()}/fd/{file}"
-    return MEMORY.adopt(host.fill_(POISON), torch.device(device).index)
+    tensor = MEMORY.adopt(host.fill_(POISON), torch.device(device).index)
+    MEMORY.block(tensor).shared = True
+    return tensor
 
 
 def rendezvous(tensor: Tensor, group: Any) -> Handle:

@@ -66,6 +66,12 @@ def test_graphs_of_two_streams_repeat_what_ranks_exchange(ranks: Ranks) -> None:
             torch.testing.assert_close(found[rank][at], 2 * brought.sum(0) + brought[:, rank])
 
 
+def test_exchanges_through_symmetric_memory() -> None:
+    with Ranks(2) as ranks:
+        for plain, fp8 in ranks.call(rank_calls.exchanged, timeout_s=SECONDS):
+            assert max(plain) < 0.02 and max(fp8) < 0.06
+
+
 def test_streams_must_be_waited_for(ranks: Ranks) -> None:
     for early, waited, forked in ranks.call(rank_calls.not_waited_for, timeout_s=SECONDS):
         assert early.startswith("HazardError") and waited == "nothing" and "unjoined" in forked
