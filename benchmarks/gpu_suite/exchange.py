@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.setting import Setting
-from moe_engine.kernels.peer_memory.exchange import Arrival, PeerExchange
 from moe_engine.kernels.peer_memory.regions import Regions
+
+if TYPE_CHECKING:  # it imports Triton, which whoever only reads results may not have
+    from moe_engine.kernels.peer_memory.exchange import Arrival, PeerExchange
 
 NUM_SLOTS = 2
 LIMIT_S = 5.0
@@ -55,6 +57,8 @@ class RanksHere:
     """All ranks of a load, in this process. Expert e multiplies by 1 + e / E."""
 
     def __init__(self, load: Load, device: str) -> None:
+        from moe_engine.kernels.peer_memory.exchange import PeerExchange
+
         self._load = load
         num_bytes, num_experts = load.regions.num_bytes(NUM_SLOTS), load.num_ranks * load.num_local
         memory = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(load.num_ranks)]

@@ -45,10 +45,12 @@ class VariableAllToAll:
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, VariableWay]:
         mask = owner_mask(tokens.ids, self._num_local, self._group.size)  # [T, R]
         counts = mask.sum(0)
-        num_sent: list[int] = counts.tolist()
-        num_received = self._group.exchange_ints(num_sent)
-        sources = mask.t().nonzero()[:, 1]  # [sum(num_sent)] by rank, then by token
-        positions = torch.where(mask, mask.cumsum(0) - 1 + (counts.cumsum(0) - counts), -1)
+        sizes = torch.stack((counts, torch.zeros_like(counts)))  # sent to each rank, and received from it
+        self._group.all_to_all(sizes[1], sizes[0])
+        num_sent, num_received = sizes.tolist()  # the one wait for a device
+        places = mask.cumsum(0) - 1 + (counts.cumsum(0) - counts)  # by rank, then by token
+        sources = _sources(torch.where(mask, places, sum(num_sent)), sum(num_sent))
+        positions = torch.where(mask, places, -1)
 
         packed, parts = self._records.take("packed", slot, len(tokens.ids))
         write_parts(tokens, parts)
@@ -65,7 +67,13 @@ class VariableAllToAll:
         shape = (sum(way.num_sent), partial.shape[1])
         returned = self._workspace.take("returned", way.slot, shape, partial.dtype)
         self._group.all_to_all(returned, partial, way.num_sent, way.num_received)
-        return sum_rows(returned, way.positions)
+        return sum_rows(returned, way.positions, count=len(returned))
+
+
+def _sources(places: Tensor, count: int) -> Tensor:
+    """places [T, R] of each token's copies, `count` where there is none -> int64 [count]: the token at each place."""
+    tokens = torch.arange(len(places), device=places.device).repeat_interleave(places.shape[1])
+    return tokens.new_empty(count + 1).scatter_(0, places.flatten(), tokens)[:count]
 
 
 class StaticAllToAll:

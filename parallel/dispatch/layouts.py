@@ -50,7 +50,7 @@ class GroupedLayout:
         return order[num_absent:] // ids.shape[1], offsets, positions.view(ids.shape)
 
     def reduce(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-        return sum_rows(rows, positions, weights)
+        return sum_rows(rows, positions, weights, count=len(rows))
 
 
 class PaddedLayout:

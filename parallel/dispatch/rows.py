@@ -12,26 +12,38 @@ from torch import Tensor
 from moe_engine.kernels.token_rows.reference import halves
 
 
-def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None, count: int | None = None) -> Tensor:
     """rows [M, D], positions int64 [N, S] (-1: none), weights float32 [N, S] -> [N, D] in rows' dtype.
 
-    Reads only named rows; the number of positions is found on the host, which waits for the device.
+    Reads only named rows.
+
+    Args:
+        count: how many positions are not -1; None asks the device, which is waited for.
     """
     valid = positions >= 0
     ends = valid.sum(1).cumsum(0)
     offsets = F.pad(ends, (1, 0))
-    chosen = positions[valid]
+    chosen = _where(valid, positions, count)
     if weights is None:
         return F.embedding_bag(chosen, rows, offsets, mode="sum", include_last_offset=True)
+    scale = _where(valid, weights, count)
     if rows.dtype == torch.float32:
         return F.embedding_bag(
-            chosen, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=weights[valid]
-        )
+            chosen, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=scale
+        )  # fmt: skip
     # The weights must have the rows' dtype: name each row twice, with the weight's high and low half.
-    scale = halves(weights[valid], rows.dtype).flatten()
+    scale = halves(scale, rows.dtype).flatten()
     return F.embedding_bag(
         chosen.repeat_interleave(2), rows, offsets * 2, mode="sum", include_last_offset=True, per_sample_weights=scale
     )
+
+
+def _where(mask: Tensor, values: Tensor, count: int | None) -> Tensor:
+    """values[mask] [count], for which the host need not wait where it knows the count."""
+    if count is None:
+        return values[mask]
+    places = torch.where(mask.flatten(), mask.flatten().cumsum(0) - 1, count)  # what is left out: one beyond the last
+    return values.new_empty(count + 1).scatter_(0, places, values.flatten())[:count]
 
 
 def sum_rows_static(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
