@@ -166,3 +166,31 @@ def given_back(rank: int) -> list[str]:
     said = said_by(carelessly)
     torch.cuda.synchronize()
     return [said, said_by(in_lane)]
+
+
+def dispatched(rank: int) -> tuple[Tensor, Tensor, list[str]]:
+    """A prompt's tokens to experts and back, their weighted sums where expert e multiplies by e + 1, and what the host
+    waited for."""
+    from moe_engine.parallel.dispatch.all_to_all import VariableAllToAll
+    from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+    from moe_engine.parallel.dispatch.layouts import GroupedLayout
+    from moe_engine.parallel.dispatch.protocol import DispatchShape
+    from moe_engine.parallel.dispatch.rows import check_choices
+    from tests.simulated_cuda import streams
+
+    group = group_of(rank)
+    shape = DispatchShape(8, 2, 3, 128, 32, torch.float32)
+    layout = GroupedLayout(shape.num_local, shape.dtype, group.device)
+    dispatcher = ExchangedDispatcher(shape, VariableAllToAll(group, shape), layout, check_choices)
+    count = 5 + 4 * rank
+    x = torch.randn(count, shape.hidden, device=group.device)
+    ids = torch.rand(count, 8, device=group.device).topk(3).indices.to(torch.int32)
+    weights = torch.rand(count, 3, device=group.device)
+    expected = x * (weights * (ids + 1)).sum(1, keepdim=True)
+    streams.waits.clear()
+    batch, handle = dispatcher.dispatch(x, ids, weights)
+    places = torch.arange(len(batch.x), device=group.device)
+    experts = torch.searchsorted(batch.offsets, places, right=True) - 1 + rank * shape.num_local
+    found = dispatcher.combine(batch.x * (experts + 1).unsqueeze(1), weights, handle)
+    waits = [wait.what for wait in streams.waits]
+    return found.cpu(), expected.cpu(), waits

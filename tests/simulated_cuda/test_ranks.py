@@ -82,6 +82,13 @@ def test_a_lane_keeps_what_it_reads(ranks: Ranks) -> None:
         assert "given back" in carelessly and in_lane == "nothing"
 
 
+def test_a_prompt_that_travels_waits_three_times(ranks: Ranks) -> None:
+    """For its check, for the sizes of the messages, and for the number of rows."""
+    for found, expected, waits in ranks.call(rank_calls.dispatched, timeout_s=SECONDS):
+        torch.testing.assert_close(found, expected)
+        assert len(waits) == 3, waits
+
+
 def test_an_engine_of_two(tmp_path: Path) -> None:
     """Attention groups, tokens that travel beside computation, experts that move; then one of the two is killed."""
     path = f"{ROOT}/tests/simulated_cuda/site:{ROOT}"
