@@ -116,7 +116,8 @@ class DistributedGroup:
         process_group: made with `timeout_s`; the default timeout of torch (half an hour) would hide a dead peer.
         device: where the tensors live that travel in it.
         observe: is told the name of every operation and the bytes it sends to each rank (its own included).
-        given_up: when it is set, operations fail wherever they are; None: they can only end.
+        given_up: when it is set, operations fail wherever they are, and one that fails sets it; None: they can only
+            end.
     """
 
     alive: Tensor | None = None
@@ -203,6 +204,10 @@ class DistributedGroup:
                 work = call(*args, group=self._process_group, async_op=True, **kwargs)
                 wait_unless(self._given_up, work, self.timeout_s)
         except RuntimeError as error:  # gloo raises no other type; torch's own derive from it
+            if self._given_up is not None:
+                # A step may be queued behind this one. A peer that is still in an operation of this one would take the
+                # message of that one's first for its own, and gloo would end it: none must go out any more.
+                self._given_up.set()
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerLost(
                 f"{operation} failed on rank {self.rank} of {self.size} (timeout {self.timeout_s:g} s): {reason}"
