@@ -1,0 +1,219 @@
+"""A load of mixed clients against a checker that knows every right answer: ``python -m tests.soak.run``.
+
+Each form of the engine is started with the embedded model in float32. A reference server of one rank answers a bank of
+random questions first, one at a time. Then ordinary clients load the form under test (the quiet phase), then mixed
+clients do: some leave, abort, retry under the same id, read slowly, send large or wrong bodies. Every answer must be
+the known one, none may be lost, the KV pool must be whole afterwards, and the gaps of the neighbours' streams are
+compared between the two phases. With ``--elastic`` forms a rank is killed in the middle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+
+from tests.e2e.server_process import ServerProcess
+from tests.soak import answers, questions
+from tests.soak.clients import BEHAVIOURS, ORDINARY, Client, Known, Tally
+from tests.soak.http import Connection
+from tests.soak.neighbours import Neighbours, quantile
+
+COMMON = ("--dtype", "float32", "--random-seed", "7", "--log-level", "warning")
+TIGHT = ("--max-total-tokens", "6000", "--chunked-prefill-size", "128", "--max-running-requests", "24")
+"""Small enough that requests wait, chunks mix with decodes, and requests are retracted."""
+RANKS = ("--tp-size", "2", "--ep-size", "2", "--cpu-threads", "1")
+FORMS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "speculation": ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "auto"),
+    "dp": ("--dp-size", "2", "--cpu-threads", "1"),
+    "ep": (*RANKS, "--attn-dp-size", "2", "--moe-a2a-backend", "all_to_all"),
+    "ep-low-latency": (*RANKS, "--moe-a2a-backend", "all_to_all", "--deepep-mode", "low_latency"),
+    "elastic": (
+        *("--tp-size", "3", "--attn-dp-size", "3", "--ep-size", "3", "--cpu-threads", "1"),
+        *("--moe-a2a-backend", "all_to_all", "--elastic-ep", "--ep-num-redundant-experts", "34"),
+        *("--enable-dp-lm-head", "--moe-dense-tp-size", "1"),
+    ),
+}
+SETTLE_SECONDS = 60.0
+LEAST_GAPS = 100
+"""From which a p99 is taken."""
+ALLOWED_GAP_RATIO = 5.0
+"""Largest gap of a neighbour's stream under mixed clients, in p99 gaps under ordinary ones."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much load. `quiet_share` of the requests come from ordinary clients, first."""
+
+    num_requests: int
+    num_clients: int = 24
+    num_neighbours: int = 4
+    quiet_share: float = 0.2
+    seed: int = 0
+
+
+def ask_reference(drawn: Sequence[questions.Question], port: int) -> list[Known]:
+    """The bank: each question with the answer of a server that does nothing else. A refused question is an error."""
+
+    async def ask_all() -> list[Known]:
+        connection, bank = Connection(port), []
+        for question in tqdm(drawn, desc="reference answers", disable=None):
+            status, content = await connection.fetch("POST", question.path, question.body)
+            if status != 200:
+                raise RuntimeError(f"the reference server refuses {question.body}: {status} {content[:500]!r}")
+            bank.append(Known(question, answers.whole(json.loads(content))))
+        connection.drop()
+        return bank
+
+    return asyncio.run(ask_all())
+
+
+def reference(folder: Path, count: int, seed: int) -> list[Known]:
+    """A bank of `count` questions, answered by a server of one rank without prefix cache and overlap."""
+    with ServerProcess(folder, *COMMON, "--disable-radix-cache", "--disable-overlap-schedule") as server:
+        return ask_reference(questions.draw(seed, count), server.port)
+
+
+async def load(
+    port: int, bank: Sequence[Known], plan: Plan, count: int, behaviours: dict[str, int], tally: Tally
+) -> None:
+    """`count` requests by concurrent clients; a third of the clients use one id for all of their requests."""
+    rng = random.Random(plan.seed + count)
+    clients = [
+        Client(port, bank, rng.getrandbits(32), tally, f"client-{i}." if i % 3 == 0 else None)
+        for i in range(plan.num_clients)
+    ]
+    end = tally.total + count
+
+    async def work(client: Client) -> None:
+        while (before := tally.total) < end:
+            await client.ask_next(behaviours)
+            bar.update(tally.total - before)
+        client.close()
+
+    with tqdm(total=count, desc="mixed" if behaviours is BEHAVIOURS else "quiet", disable=None) as bar:
+        await asyncio.gather(*map(work, clients))
+
+
+def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: bool = False) -> dict[str, Any]:
+    """Both phases against a ready server. With `strikes`, the last rank is killed in the middle of the mixed phase."""
+    tally = Tally()
+    neighbours = Neighbours(server.port, plan.num_neighbours)
+    began = time.monotonic()
+    asyncio.run(load(server.port, bank, plan, int(plan.num_requests * plan.quiet_share), ORDINARY, tally))
+    quiet = neighbours.gaps(LEAST_GAPS)
+    rest = plan.num_requests - tally.total
+    memory = _memory(server)
+    for part in (rest // 2, rest - rest // 2):
+        asyncio.run(load(server.port, bank, plan, part, BEHAVIOURS, tally))
+        if strikes:
+            _ranks(server)[-1].kill()
+            strikes = False
+    mixed = neighbours.gaps(LEAST_GAPS)
+    problems = neighbours.finish()
+    seconds = time.monotonic() - began
+    return {
+        "requests": tally.total,
+        "seconds": seconds,
+        "wrong": tally.wrong,
+        "lost": tally.lost,
+        "problems": tally.problems,
+        "neighbour_problems": problems,
+        "counts": dict(tally.counts),
+        "gaps": {"quiet": _summary(quiet), "mixed": _summary(mixed), "ratio": mixed[-1] / quantile(quiet, 0.99)},
+        "pool": settle(server),
+        "memory_growth_bytes": _memory(server) - memory,
+        "tracebacks": server.log.count("Traceback"),
+    }
+
+
+def settle(server: ServerProcess) -> list[dict[str, int]]:
+    """Each scheduler's pool once nothing runs and the prefix cache is flushed."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    with server.client() as client:
+        while time.monotonic() < deadline:
+            if client.post("/flush_cache").status_code == 200:
+                break
+            time.sleep(0.2)
+        states = client.get("/server_info").json()["internal_states"]
+    keys = ("num_running", "num_waiting", "num_used", "num_protected")
+    return [{key: state[key] for key in keys} for state in states]
+
+
+def _summary(gaps: Sequence[float]) -> dict[str, float]:
+    """Of sorted gaps, in milliseconds."""
+    shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+    return {"count": len(gaps)} | {name: quantile(gaps, share) * 1e3 for name, share in shares.items()}
+
+
+def _memory(server: ServerProcess) -> int:
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    return sum(process.memory_info().rss for process in processes)
+
+
+def _ranks(server: ServerProcess) -> list[psutil.Process]:
+    """The processes that compute, oldest first."""
+    found = [child for child in server.children() if any("ranks.main" in part for part in child.cmdline())]
+    return sorted(found, key=lambda process: (process.create_time(), process.pid))
+
+
+def verdicts(result: dict[str, Any]) -> dict[str, bool]:
+    """What must hold of a result; the gaps are for a quiet machine to judge."""
+    return {
+        "no wrong answer": not result["wrong"],
+        "no lost request": not result["lost"],
+        "neighbours got the same answer each time": not result["neighbour_problems"],
+        "nothing runs, nothing waits, no slot is held": all(not any(pool.values()) for pool in result["pool"]),
+        "no traceback in the log": not result["tracebacks"],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=2000, help="of each form")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--questions", type=int, default=400, help="in the bank of known answers")
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for the servers' logs")
+    parser.add_argument("--json", type=Path, help="where the results go")
+    args = parser.parse_args(argv)
+    print(f"seed {args.seed}")
+    bank = reference(args.folder, args.questions, args.seed)
+    results, held = {}, True
+    for form in args.forms:
+        plan = Plan(args.requests, args.clients, seed=args.seed)
+        with ServerProcess(args.folder, *COMMON, *TIGHT, *FORMS[form]) as server:
+            result = results[form] = soak(server, bank, plan, strikes=form == "elastic")
+            server.terminate()
+        checks = verdicts(result)
+        held &= all(checks.values())
+        gaps = result["gaps"]
+        print(f"\n{form}: {result['requests']} requests in {result['seconds']:.0f} s, {result['counts']}")
+        print(f"  gaps (ms): quiet {gaps['quiet']}, mixed {gaps['mixed']}")
+        print(f"  largest gap / quiet p99: {gaps['ratio']:.1f} (allowed {ALLOWED_GAP_RATIO:.0f})")
+        print(f"  memory grew by {result['memory_growth_bytes'] / 2**20:.0f} MiB")
+        for name, fine in checks.items():
+            print(f"  {'pass ' if fine else 'SHORT'} {name}")
+        for problem in result["problems"] + result["neighbour_problems"]:
+            print(f"    {problem}")
+    if args.json:
+        args.json.write_text(json.dumps({"seed": args.seed, "forms": results}, indent=1))
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

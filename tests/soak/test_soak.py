@@ -1,0 +1,22 @@
+"""A short soak of two data-parallel replicas with drafts: every answer is the known one.
+
+Longer soaks of all parallel forms: ``python -m tests.soak.run --requests 20000``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.server_process import ServerProcess
+from tests.soak.run import COMMON, FORMS, TIGHT, Plan, reference, soak, verdicts
+
+SEED = 20261122
+
+
+def test_mixed_clients_get_right_answers(tmp_path: Path) -> None:
+    bank = reference(tmp_path, 60, SEED)
+    with ServerProcess(tmp_path, *COMMON, *TIGHT, *FORMS["dp"], *FORMS["speculation"]) as server:
+        result = soak(server, bank, Plan(400, num_clients=16, seed=SEED))
+    short = [name for name, fine in verdicts(result).items() if not fine]
+    assert not short, (short, result["problems"], result["neighbour_problems"], result["pool"])
+    assert result["requests"] >= 400
