@@ -92,7 +92,7 @@ def _add_choice(sequence: Sequence, choice: dict[str, Any], message: dict[str, A
     if message is None:
         sequence.logprobs += logprobs.get("token_logprobs") or ()
         # Of tokens that read alike, the dictionary holds one.
-        sequence.rivals += [sorted(top.values(), reverse=True) for top in logprobs.get("top_logprobs") or ()]
+        sequence.rivals += [sorted((top or {}).values(), reverse=True) for top in logprobs.get("top_logprobs") or ()]
     else:
         entries = logprobs.get("content") or ()
         sequence.logprobs += [entry["logprob"] for entry in entries]

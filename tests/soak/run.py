@@ -36,9 +36,15 @@ RANKS = ("--tp-size", "2", "--ep-size", "2", "--cpu-threads", "1")
 FORMS: dict[str, tuple[str, ...]] = {
     "one": (),
     "speculation": ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "auto"),
+    "ngram": ("--speculative-algorithm", "NGRAM"),
+    "tp": ("--tp-size", "2", "--cpu-threads", "1"),
     "dp": ("--dp-size", "2", "--cpu-threads", "1"),
     "ep": (*RANKS, "--attn-dp-size", "2", "--moe-a2a-backend", "all_to_all"),
     "ep-low-latency": (*RANKS, "--moe-a2a-backend", "all_to_all", "--deepep-mode", "low_latency"),
+    "ep-overlap-speculation": (
+        *(*RANKS, "--attn-dp-size", "2", "--moe-a2a-backend", "all_to_all", "--enable-two-batch-overlap"),
+        *("--speculative-algorithm", "NEXTN"),
+    ),
     "elastic": (
         *("--tp-size", "3", "--attn-dp-size", "3", "--ep-size", "3", "--cpu-threads", "1"),
         *("--moe-a2a-backend", "all_to_all", "--elastic-ep", "--ep-num-redundant-experts", "34"),
