@@ -8,6 +8,13 @@ import os
 
 import pytest
 
+from tests.random_seed import (  # noqa: F401
+    pytest_fixture_setup,
+    pytest_report_header,
+    pytest_runtest_call,
+    pytest_runtest_makereport,
+)
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
 
 

@@ -73,7 +73,7 @@ class Library:
 DEEP_GEMM = Library(
     "DeepGEMM",
     ("deep_gemm",),
-    "pip install 'moe-engine[deep-gemm]'",
+    "pip install 'sgl-deep-gemm>=0.2.5'",
     (
         "fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked",
         "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_masked", "transform_sf_into_required_layout",
@@ -84,7 +84,7 @@ DEEP_GEMM = Library(
 FLASHINFER = Library(
     "FlashInfer",
     ("flashinfer",),
-    "pip install 'moe-engine[flashinfer]'",
+    "pip install 'flashinfer-python>=0.7'",
     (
         "mla.BatchMLAPagedAttentionWrapper", "mla.MLAPlanMetadata", "BatchPrefillWithRaggedKVCacheWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
@@ -94,7 +94,7 @@ FLASHINFER = Library(
 FLASHINFER_SAMPLING = Library(
     "FlashInfer",
     ("flashinfer",),
-    "pip install 'moe-engine[flashinfer]'",
+    "pip install 'flashinfer-python>=0.7'",
     ("sampling.softmax", "sampling.top_k_renorm_probs", "sampling.top_p_renorm_probs"),
     majors=(8, 9, 10, 12),
     dtypes=("bfloat16", "float16", "float32"),
@@ -102,18 +102,20 @@ FLASHINFER_SAMPLING = Library(
 FLASH_MLA = Library(
     "FlashMLA",
     ("flash_mla", "sgl_kernel.flash_mla"),
-    "pip install 'moe-engine[fa3]' brings it, or build github.com/deepseek-ai/FlashMLA",
+    "pip install 'sglang-kernel>=0.4.10' brings it, or build github.com/deepseek-ai/FlashMLA",
     ("get_mla_metadata", "flash_mla_with_kvcache"),
 )
 FA3 = Library(
     "FlashAttention 3",
     ("flash_attn_interface", "sgl_kernel.flash_attn"),
-    "pip install 'moe-engine[fa3]', or build hopper/ of github.com/Dao-AILab/flash-attention",
+    "pip install 'sglang-kernel>=0.4.10', or build hopper/ of github.com/Dao-AILab/flash-attention",
     ("flash_attn_with_kvcache", "flash_attn_varlen_func"),
     majors=(9,),
 )
-DEEP_EP = Library("DeepEP", ("deep_ep",), "pip install 'moe-engine[deep-ep]'", ("topk_idx_t",), dtypes=("bfloat16",))
-NVSHMEM = Library("NVSHMEM for Python", ("nvshmem.core",), "pip install 'moe-engine[nvshmem]'", ("init",))
+DEEP_EP = Library(
+    "DeepEP", ("deep_ep",), "pip install 'sgl-deep-ep>=0.1.2.post1'", ("topk_idx_t",), dtypes=("bfloat16",)
+)
+NVSHMEM = Library("NVSHMEM for Python", ("nvshmem.core",), "pip install 'nvshmem4py-cu13>=0.4'", ("init",))
 
 LIBRARIES = (DEEP_GEMM, FLASHINFER, FLASH_MLA, FA3, DEEP_EP, NVSHMEM)
 

@@ -49,7 +49,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if output is None:
         raise ConfigError("--output DIR is missing: the folder that takes the compiled kernels")
     if not installed():
-        raise ConfigError("compile needs triton, which is not installed: pip install 'moe-engine[triton]'")
+        raise ConfigError("compile needs triton, which is not installed: pip install 'triton>=3.6'")
     values["device"] = "cuda"
     args = EngineArgs.from_kwargs(**values)
     return _compile(args, TARGETS[gpu], Path(output))

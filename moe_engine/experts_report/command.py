@@ -35,7 +35,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         console.print(terminal.gain_table(gains))
     pictures = _write(Path(options.out), counts, layers, gains if options.ep_size else []) if options.out else []
     if options.out and not pictures:
-        console.print("no pictures: matplotlib is not installed (pip install 'moe-engine[plots]'); as text:")
+        console.print("no pictures: matplotlib is not installed (pip install matplotlib); as text:")
     if not pictures:
         console.print(terminal.heat_map(counts.total, console.width))
     return 0

@@ -130,13 +130,10 @@ def test_other_requests_keep_their_tokens(server: ServerProcess) -> None:
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 60
-    slowest = 0.0
     with server.client() as client:
         while any(t.is_alive() for t in threads) and time.monotonic() < deadline:
             for path, _, bad, _ in BAD:
-                began = time.monotonic()
                 assert client.post(path, json=bad).status_code >= 400
-                slowest = max(slowest, time.monotonic() - began)
             disconnect_mid_stream(server)
     for thread in threads:
         thread.join(60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,13 @@ import torch
 
 from moe_engine.engine.expert_records import ExpertRecords
 from moe_engine.errors import EngineDeadError
+from tests import random_seed
 from tests.elastic.survival import Stream, Struck, alone, draw, finish, struck, until
 from tests.models.checkpoints import make_checkpoint
 from tests.ranks.drill import ended
 from tests.speculation.agreeing import agreeing_checkpoint
 
-SEED = time.time_ns() % 1_000_003
+SEED = int(random_seed.SEED) % 1_000_003
 NUM_EXPERTS, TOP_K = 16, 4
 LONG = 90
 """Tokens of a request that is struck on its way."""
@@ -29,7 +29,6 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    print(f"seed {SEED}")
     return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model") / "plain", SEED)
 
 

@@ -16,6 +16,7 @@ from moe_engine.kernels.sampling.cpu import CpuSampling
 from moe_engine.kernels.sampling.protocol import INVALID_TOKEN, Draw, SamplingKernel, SamplingParameters
 from moe_engine.kernels.sampling.reference import TorchSampling, first_argmax
 from tests.kernels_cpu.conftest import threads
+from tests.models.rows import cpu_rows_of
 
 SHAPES = ("random", "peaked", "flat", "tied", "all equal", "masked")
 HIGHEST = 1 - 2.0**-24
@@ -40,7 +41,7 @@ PARAMETERS = [
 ]
 
 
-@pytest.fixture(params=tables.SAMPLING, ids=lambda row: row.name)
+@pytest.fixture(params=cpu_rows_of(tables.SAMPLING), ids=lambda row: row.name)
 def kernel(request: pytest.FixtureRequest) -> SamplingKernel:
     """Every row of the family that can run here."""
     why_not = request.param.why_not(cpu_device(), Need("float32"))

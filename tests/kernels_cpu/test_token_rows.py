@@ -18,13 +18,14 @@ from moe_engine.kernels.token_rows.cpu import CpuTokenRows
 from moe_engine.kernels.token_rows.protocol import Records, TokenRows
 from moe_engine.kernels.token_rows.reference import TorchTokenRows
 from tests.kernels_cpu.conftest import threads
+from tests.models.rows import cpu_rows_of
 from tests.parallel.row_sums import check_row_sums
 
 RANKS, LOCAL, TOP_K = 3, 4, 5
 SIZES = [0, 1, 7, 40]
 
 
-@pytest.fixture(params=tables.TOKEN_ROWS, ids=lambda row: row.name)
+@pytest.fixture(params=cpu_rows_of(tables.TOKEN_ROWS), ids=lambda row: row.name)
 def kernel(request: pytest.FixtureRequest) -> TokenRows:
     """Every row of the family that can run here."""
     why_not = request.param.why_not(cpu_device(), Need("bfloat16"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -40,16 +41,22 @@ MORE: list[dict[str, Any]] = [
 CASES: list[Case] = pairwise_cover(FEW, allowed, seed=1) + [{**PLAIN, **case} for case in MORE]
 
 
-RETRACTIONS: list[int] = []
-"""Of the cases with a small pool that have run."""
-ABORTED: list[int] = []
-"""Requests cut off in each case that has run."""
+@dataclass
+class Seen:
+    """What the cases that have run brought about: retractions of each with a small pool, requests cut off of each."""
+
+    retractions: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    return Seen()
 
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forms]:
     seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield Forms(tmp_path_factory.mktemp("models"), num_prompts=14, num_tokens=34, seed=seed)
@@ -60,16 +67,16 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_tokens_are_those_of_one_rank(forms: Forms, case: Case) -> None:
+def test_tokens_are_those_of_one_rank(forms: Forms, seen: Seen, case: Case) -> None:
     outcome = forms.run(case)
     assert not outcome.differences
     assert outcome.problems == []
-    ABORTED.append(outcome.aborted)
+    seen.aborted.append(outcome.aborted)
     groups = 1 if case["attention"] == "tp" else 2
     assert outcome.used_schedulers == groups * case["replicas"]
     assert (outcome.tokens_drafted > 0) == (case["drafts"] != "none")
     if case["pool"] == "tiny":
-        RETRACTIONS.append(outcome.retractions)
+        seen.retractions.append(outcome.retractions)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +89,10 @@ def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict
     assert outcome.tokens_drafted > 0 and outcome.rebalances > 0
 
 
-def test_small_pools_threw_requests_back() -> None:
-    """Whether one case does depends on when its requests come; that none of them does would make the cases idle."""
-    assert not RETRACTIONS or sum(RETRACTIONS) > 0
-
-
-def test_requests_were_cut_off() -> None:
-    """Two of each case are asked to be; one that was whole before the word came has all its tokens, as compared."""
-    assert sum(ABORTED) >= len(ABORTED)
+def test_cases_retracted_and_aborted(seen: Seen) -> None:
+    """Else the cases would show little. One case alone may do without: that depends on when its requests arrive, and
+    two of its requests are aborted unless they end before."""
+    if len(seen.aborted) < len(CASES):
+        pytest.skip("needs all cases before it")
+    assert sum(seen.retractions) > 0
+    assert sum(seen.aborted) >= len(CASES)

@@ -54,7 +54,6 @@ def same(found: Answer, right: Answer) -> bool:
 def test_tokens_are_those_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
     path, wanted = make_checkpoint("deepseek_v3", tmp_path / "model", seed=seed), requests(random.Random(seed))
     right = answers(path, wanted)
     for form, flags in FORMS.items():

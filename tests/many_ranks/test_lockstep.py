@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.engine.ranks.lockstep import Lockstep, PrefillTurns, StepMesh
+from moe_engine.engine.ranks.lockstep import GONE, Lockstep, PrefillTurns, StepMesh
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import Speculation, StepFacts, StepPlan
@@ -137,6 +137,39 @@ def test_turns_of_prompts() -> None:
     assert not turns.open  # there is nothing to let in while they decode
     turns.after((StepFacts(), StepFacts(num_waiting=2), StepFacts()))
     assert turns.open  # nobody decodes
+
+
+def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], list[StepMesh]]) -> None:
+    """A peer that regroups first begins the new generation while this rank is still in the old one."""
+    here, peer, _ = meshes(3)
+    alive = [True, True, False]
+    peer.regroup(1, alive)
+    peer.tell(1, StepFacts(num_tokens=21))
+    assert here.socket.poll(30_000)
+    assert not here.begun(1)  # reads the message: it belongs to no step of the old generation
+    steps = Lockstep(here, lost)  # a wait for a message that was dropped ends at `lost`
+    steps.regroup(1, alive)
+    assert steps.is_due()
+    assert steps.agree(StepPlan(1), StepFacts(num_tokens=11)).everybody == (
+        StepFacts(num_tokens=11),
+        StepFacts(num_tokens=21),
+        GONE,
+    )
+
+
+def test_turns_of_prompts_count_the_groups_that_are_alive(meshes: Callable[[int], list[StepMesh]]) -> None:
+    """One of two groups alive is half of them, however many were lost."""
+    here, peer, *_ = meshes(5)
+    alive = [True, True, False, False, False]
+    steps = Lockstep(here, lambda: None)
+    steps.regroup(1, alive)
+    peer.regroup(1, alive)
+    for number, (facts, may_prefill) in enumerate(
+        [(StepFacts(num_running=3), False), (StepFacts(num_running=3, num_waiting=1), True)], 1
+    ):
+        peer.tell(number, facts)
+        steps.agree(StepPlan(number), StepFacts(num_running=3))
+        assert steps.may_prefill() is may_prefill
 
 
 def test_facts_of_a_plan() -> None:

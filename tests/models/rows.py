@@ -1,35 +1,48 @@
-"""The kernel rows that can run here: every row of the tables whose module exists and that refuses nothing."""
+"""The kernel rows whose models these tests run, on the CPU: rows that every family has, of which none refuses a CPU.
+
+Rows for GPUs have their own tests (`kernels_triton`, `vendors`, those marked `gpu`), because the models here are on a
+CPU on every machine.
+"""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from dataclasses import replace
 
 import pytest
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.device import Need, cpu_device
+from moe_engine.kernels.device import Device, Need, cpu_device
+from moe_engine.kernels.registry import Row
 
 _FAMILIES = (tables.OPS, tables.LINEAR, tables.EXPERTS, tables.MLA, tables.GQA)
+_EQUIPPED = replace(cpu_device(), compiler="c++")
+"""This machine's CPU with what a machine may lack."""
 
 
-def why_not(row: str, dtype: str = "float32") -> str | None:
+def why_not(name: str, device: Device, dtype: str = "float32") -> str | None:
     """Why a whole model cannot run with that row in every family, or None."""
     for family in _FAMILIES:
-        found = next((r for r in family if r.name == row), None)
-        if found is None:
-            return f"no {row} row in every family"
-        if find_spec(found.target.partition(":")[0]) is None:
-            return f"{found.target} does not exist yet"
-        reason = found.why_not(cpu_device(), Need(dtype=dtype))
+        found = next((row for row in family if row.name == name), None)
+        reason = f"no {name} row in every family" if found is None else found.why_not(device, Need(dtype=dtype))
         if reason:
             return reason
     return None
 
 
-def all_rows() -> list[object]:
-    """Parameters for `pytest.mark.parametrize`: row names, skipped with the reason where they cannot run."""
+def cpu_rows() -> list[str]:
+    """Names of the rows that serve a model on some CPU."""
     names = dict.fromkeys(row.name for family in _FAMILIES for row in family)
-    reasons = {name: why_not(name) for name in names}
+    return [name for name in names if why_not(name, _EQUIPPED) is None]
+
+
+def cpu_rows_of(family: list[Row], dtype: str = "float32") -> list[Row]:
+    """The rows of one family that serve on some CPU."""
+    return [row for row in family if row.why_not(_EQUIPPED, Need(dtype)) is None]
+
+
+def all_rows() -> list[object]:
+    """Parameters for `pytest.mark.parametrize`: `cpu_rows`, skipped with the reason where this machine lacks a part."""
+    reasons = {name: why_not(name, cpu_device()) for name in cpu_rows()}
     return [
         pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why}")] if why else [])
         for name, why in reasons.items()

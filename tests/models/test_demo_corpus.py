@@ -20,7 +20,7 @@ SUM = re.compile(r"(?<!\d)(\d+) ([-+*]) (\d+)(?: - 1)?(?: \+ 1)? = (-?\d+)")
 
 @pytest.fixture(scope="module")
 def training_text() -> str:
-    rng = random.Random()
+    rng = random.Random(random.randrange(2**32))
     return "\n".join(corpus.document(rng, False, mix) for mix in MIXTURES for _ in range(1500))
 
 
@@ -49,7 +49,7 @@ def test_no_held_out_word_is_trained(training_text: str) -> None:
 
 
 def test_held_out_questions_differ_from_trained_ones() -> None:
-    rng = random.Random()
+    rng = random.Random(random.randrange(2**32))
     trained = {unknown.unknown(rng).user for _ in range(5000)}
     assert not trained & {unknown.unknown(rng, held_out=True).user for _ in range(500)}
     trained_words = {words.invented(rng) for _ in range(5000)}
@@ -66,7 +66,7 @@ def test_every_written_sum_is_right(training_text: str) -> None:
 
 @pytest.mark.parametrize("held_out", [False, True])
 def test_reasoning_ends_in_the_result(held_out: bool) -> None:
-    rng = random.Random()
+    rng = random.Random(random.randrange(2**32))
     for op, below_zero in (("+", False), ("-", False), ("-", True)):
         for _ in range(200):
             a, _, b = sums.two_digits(rng, op, held_out, below_zero)
@@ -77,7 +77,7 @@ def test_reasoning_ends_in_the_result(held_out: bool) -> None:
 
 @pytest.mark.parametrize("names", ["usual", "trained", "held out"])
 def test_calls_fit_their_schemas(names: tools.Names) -> None:
-    rng = random.Random()
+    rng = random.Random(random.randrange(2**32))
     types = {"string": str, "integer": int}
     for _ in range(150):
         kinds = [*rng.sample(tools.KINDS, 2)] + [tools.LOOK_UP] * (names != "usual")
@@ -115,7 +115,7 @@ def test_rows_are_full_and_hold_whole_documents(mix: corpus.Mixture) -> None:
 
 def test_loss_falls_on_what_the_model_says() -> None:
     pack = packer()
-    rng = random.Random()
+    rng = random.Random(random.randrange(2**32))
     for _ in range(100):
         text = corpus.tool_conversation(rng, 2)
         (ids,) = pack.encode([text], 4096, False)
@@ -126,7 +126,7 @@ def test_loss_falls_on_what_the_model_says() -> None:
 
 def test_a_table_of_sums_is_weighed_by_its_results() -> None:
     pack = packer()
-    text = sums.drill(random.Random())
+    text = sums.drill(random.Random(random.randrange(2**32)))
     (ids,) = pack.encode([text], 4096, False)
     weights = pack.weights(ids)
     said = pack.tokenizer.decode(ids[weights == corpus.ANSWER_WEIGHT].tolist())

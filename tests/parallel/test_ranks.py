@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 
@@ -29,9 +28,7 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
     ranks = Ranks(2)
     ranks.call(sleep, 1, 0.0)  # they have started
     pid = ranks.pid(1)
-    start = time.monotonic()
     with pytest.raises(RanksFailed, match=r'(?s)rank 1 of 2: had not returned.*worlds.py", line \d+ in sleep'):
-        ranks.call(sleep, 1, 600.0, timeout_s=0.5)
-    assert time.monotonic() - start < 60
+        ranks.call(sleep, 1, 3600.0, timeout_s=0.5)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -169,7 +169,7 @@ def test_without_matplotlib_there_is_a_word_and_text(tmp_path, capsys, monkeypat
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["experts", record(tmp_path, "stat", draw(7)), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "pip install 'moe-engine[plots]'" in out and "times the layer's mean" in out
+    assert "pip install matplotlib" in out and "times the layer's mean" in out
 
 
 def save(folder: Path, name: str, content: object) -> str:

@@ -21,6 +21,14 @@ from tests.parallel_experts.drawn import counts_for, layouts
 quick = settings(max_examples=40, deadline=None)
 
 
+def near_copies(row: np.ndarray, expert: int, rank: int, layout: ExpertLayout) -> list[int]:
+    """The slots of an expert that a rank chooses from: its own, else those on its node, else all."""
+    copies = np.flatnonzero(row == expert)
+    holders = copies // (layout.num_physical // layout.num_ranks)
+    own, near = copies[holders == rank], copies[holders // layout.ranks_per_node == rank // layout.ranks_per_node]
+    return (own if len(own) else near if len(near) else copies).tolist()
+
+
 @given(st.data())
 @quick
 def test_tables_of_a_placement_agree(data):
@@ -41,21 +49,37 @@ def test_static_choice_is_near_fair_and_repeatable(data):
     plan = plan_placement(data.draw(counts_for(layout)), layout)
     chosen = static_choice(plan, num_nodes=layout.num_nodes)
     assert (chosen == static_choice(plan, num_nodes=layout.num_nodes)).all()
-    per_rank, per_node = plan.slots_per_rank, layout.ranks_per_node
     for layer, row in enumerate(plan.physical_to_logical):
         assert (row[chosen[layer]] == np.arange(layout.num_experts)).all()
         for expert in range(layout.num_experts):
-            copies = np.flatnonzero(row == expert)
-            holders = copies // per_rank
             used: dict[tuple[int, ...], Counter[int]] = {}  # by the copies that a rank may use
             for rank in range(layout.num_ranks):
-                own, near = copies[holders == rank], copies[holders // per_node == rank // per_node]
-                able = tuple((own if len(own) else near if len(near) else copies).tolist())
+                able = tuple(near_copies(row, expert, rank, layout))
                 used.setdefault(able, Counter(dict.fromkeys(able, 0)))[int(chosen[layer, rank, expert])] += 1
             for able, uses in used.items():
                 assert set(uses) == set(able) and max(uses.values()) - min(uses.values()) <= 1
     alone = ExpertPlacement(plan.physical_to_logical[-1:], plan.num_experts, plan.num_ranks)
     assert (static_choice(alone, num_nodes=layout.num_nodes, first_layer=plan.num_layers - 1)[0] == chosen[-1]).all()
+
+
+@given(st.data())
+@quick
+def test_the_first_choice_moves_on_from_layer_to_layer_and_from_expert_to_expert(data):
+    """Else the first copy of each expert gets more than its share wherever ranks and copies do not divide evenly."""
+    layout = data.draw(layouts())
+    row = plan_placement(data.draw(counts_for(layout, 1)), layout).physical_to_logical[0]
+    num_layers = max(Counter(row.tolist()).values())
+    same = ExpertPlacement(np.tile(row, (num_layers, 1)), layout.num_experts, layout.num_ranks)
+    chosen = static_choice(same, num_nodes=layout.num_nodes)  # [L, G, E]
+    for expert in range(layout.num_experts):
+        for rank in range(layout.num_ranks):
+            able = near_copies(row, expert, rank, layout)
+            taken = [able.index(slot) for slot in chosen[:, rank, expert].tolist()]
+            assert taken == [(taken[0] + layer) % len(able) for layer in range(num_layers)], (expert, rank)
+
+    twins = np.repeat(np.arange(layout.num_experts), 2)  # both copies of an expert on one rank: all of it is alike
+    both = ExpertPlacement(twins[None], layout.num_experts, 1)
+    assert (static_choice(both)[0, 0] == 2 * np.arange(layout.num_experts) + np.arange(layout.num_experts) % 2).all()
 
 
 @pytest.mark.parametrize("algorithm", ["static", "dynamic"])

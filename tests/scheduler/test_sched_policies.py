@@ -74,6 +74,8 @@ def test_lpm_lets_one_of_a_family_compute_the_shared_prefix() -> None:
     requests = [family[0], family[1], make_request("other", [8] * 40), family[2]]
     assert order(config(policy="lpm"), requests) == ["a", "other", "b", "c"]
     assert order(config(policy="lpm", in_batch_check_threshold=-1), requests) == ["a", "b", "other", "c"]
+    other_namespace = make_request("d", [7] * 40, extra_key="tenant")
+    assert order(config(policy="lpm"), [family[0], family[1], other_namespace]) == ["a", "d", "b"]
     short = [make_request(r, [7] * 31 + [i]) for i, r in enumerate("ab")]
     assert order(config(policy="lpm"), [*short, make_request("x", [9])]) == ["a", "b", "x"]
 

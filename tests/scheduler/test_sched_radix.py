@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
 from moe_engine.scheduler.integrity import check_tree, walk
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
+from tests.lines_run import lines_run
 
 
 class Oracle:
@@ -139,18 +139,22 @@ def test_namespaces_do_not_meet() -> None:
     assert tree.peek([1, 2], 2, "b").length == tree.peek([1, 2], 2).length == 0
 
 
-def test_a_long_match_is_fast() -> None:
-    rng = random.Random(0)
-    tokens = [rng.randrange(100_000) for _ in range(16_384)]
-    same = [int(str(t)) for t in tokens]  # equal but other objects, as they come from a message
+def lines_of_a_match(length: int, same: int) -> int:
+    """Lines run to find that the first `same` tokens of a prompt are those of a cached one."""
+    tokens = [random.randrange(100_000) for _ in range(length)]
     tree = RadixCache(1, lambda slots, after: None)
-    tree.insert(tree.root(), tokens, list(range(16_384)), 0)
-    best = 1.0
-    for _ in range(5):
-        begin = time.perf_counter()
-        assert tree.peek(same, 16_383).length == 16_383
-        best = min(best, time.perf_counter() - begin)
-    assert best < 0.01
+    tree.insert(tree.root(), tokens, list(range(length)), 0)
+    asked = tokens[:same] + [100_000] * (length - same)
+    found = []
+    lines = lines_run(lambda: found.append(tree.peek(asked, length).length))
+    assert found == [same]
+    return lines
+
+
+def test_a_match_runs_no_line_for_each_token() -> None:
+    assert lines_of_a_match(1 << 14, 1 << 14) == lines_of_a_match(1 << 7, 1 << 7)
+    halving = lines_of_a_match(1 << 8, 150) - lines_of_a_match(1 << 7, 75)
+    assert lines_of_a_match(1 << 14, 9600) == lines_of_a_match(1 << 7, 75) + 7 * halving, "a search by halves"
 
 
 def test_integrity_check_finds_and_repairs() -> None:

@@ -398,6 +398,15 @@ def test_a_prefix_that_is_in_use_is_not_room() -> None:
     assert s.memory.tree.num_protected == 20 and s.check_integrity() == []
 
 
+@pytest.mark.parametrize("same_namespace", [True, False])
+def test_only_a_prompt_of_its_own_namespace_is_worth_a_wait(same_namespace: bool) -> None:
+    """The prefix that a request of another `extra_key` computes can never be used."""
+    s = scheduler()
+    for rid, extra_key in ("a", "tenant"), ("b", "tenant" if same_namespace else None):
+        s.add(make_request(rid, [5] * 60, 4, extra_key=extra_key))
+    assert [new.rid for new in plan(s).new_rows] == (["a"] if same_namespace else ["a", "b"])
+
+
 def test_after_a_retraction_prompt_logprobs_are_not_asked_again() -> None:
     s = scheduler(num_slots=24, init_new_token_ratio=0.0, policy="lof")
     for i in range(2):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sched_drafting_worker import DraftingWorker
-from sched_simulator import Simulation
+from sched_simulator import EOS, Simulation, make_request
 from test_sched_simulation import configs, play
 
-from moe_engine.scheduler import SchedulerConfig
-from moe_engine.types import SpeculationConfig
+from moe_engine.scheduler import Scheduler, SchedulerConfig
+from moe_engine.types import SpeculationConfig, StepPlan, StepResult
 
 
 @st.composite
@@ -89,3 +89,43 @@ def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: in
     assert worker.speculative_steps > steps and worker.accepted > 300
     assert stats.num_retractions_total > 10 and stats.cached_tokens_total > 200
     assert sum(stats.speculation.accepted) <= worker.accepted  # some were of requests that had ended
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    depth=st.integers(1, 5),
+    accepted=st.lists(st.integers(0, 5), max_size=4),
+    last=st.integers(0, 5),
+    kept=st.integers(1, 6),
+    by_length=st.booleans(),
+)
+def test_drafts_behind_the_end_are_not_judged(
+    depth: int, accepted: list[int], last: int, kept: int, by_length: bool
+) -> None:
+    """Steps accept some of their drafts each; the last one, which accepts `last`, ends the request at token `kept`."""
+    accepted = [min(right, depth) for right in accepted]
+    last, kept = min(last, depth), min(kept, min(last, depth) + 1)
+    length = 1 + sum(right + 1 for right in accepted) + kept
+    s = Scheduler(SchedulerConfig(num_slots=1000, context_len=500, speculation=SpeculationConfig("ngram", depth)))
+    s.add(make_request("a", [5, 6, 7], length if by_length else length + depth))
+    brought = [[9]] + [[9] * (right + 1) for right in accepted]
+    brought.append([9] * (kept - 1) + [9 if by_length else EOS] + [9] * (last + 1 - kept))
+    drafts = []
+    for tokens in brought:
+        plan = s.schedule()
+        assert isinstance(plan, StepPlan)
+        drafts.append(plan.counts[0] - 1 if plan.num_decodes else 0)
+        (event,) = s.update(StepResult(plan.number, plan.rows, [tokens[: drafts[-1] + 1]]))
+    assert event.finish_reason is not None and event.finish_reason.type == ("length" if by_length else "stop")
+    fates = [(depth, right) for right in accepted]  # drafts that were judged and drafts that were right, by step
+    if drafts[-1]:  # a request that can use one token more gets no drafts
+        fates.append((min(depth, kept), min(last, kept)))
+    stats = s.stats().speculation
+    assert stats is not None and stats.verify_total == len(fates)
+    assert stats.proposed == [sum(i < judged for judged, _ in fates) for i in range(depth)]
+    assert stats.accepted == [sum(i < right for _, right in fates) for i in range(depth)]
+    if fates:
+        assert event.speculation is not None and event.speculation.proposed == sum(judged for judged, _ in fates)
+        assert event.speculation.histogram == [
+            sum(right == count for _, right in fates) for count in range(max(right for _, right in fates) + 1)
+        ]

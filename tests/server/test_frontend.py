@@ -110,8 +110,7 @@ def test_stream_interval():
 def test_unfinished_character_at_the_end():
     client = FakeClient("🙂")
     ids = client.tokenizer.encode("🙂", False)
-    if len(ids) == 1:
-        pytest.skip("one token here")
+    assert len(ids) > 1
     chunks = stream(client, text="x", sampling_params={"max_new_tokens": len(ids) - 1})
     assert [c["text"] for c in chunks[:-1]] == [""] * (len(ids) - 2)
     assert set(chunks[-1]["text"]) == {"\ufffd"}

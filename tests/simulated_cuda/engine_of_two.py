@@ -1,5 +1,7 @@
-"""An engine of two ranks on simulated GPUs, in a process of its own: ``python -m tests.simulated_cuda.engine_of_two
-FOLDER`` prints, as JSON, how its tokens differ from those of one rank on the CPU, and what the death of a rank came to.
+"""An engine of two ranks on simulated GPUs, in a process of its own.
+
+``python -m tests.simulated_cuda.engine_of_two FOLDER SEED`` prints, as JSON, how its tokens differ from those of one
+rank on the CPU, and what the death of a rank came to.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ async def after_a_death(engine: Engine, prompt: list[int]) -> str:
         return str(error)
 
 
-def main(folder: Path) -> dict[str, Any]:
-    rng = random.Random()
+def main(folder: Path, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
     path = folder / "model"
     make_checkpoint("deepseek_v3", path, rng.randrange(1 << 20), num_attention_heads=8, num_hidden_layers=2)
     sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
@@ -77,6 +79,6 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]))))
     sys.stdout.flush()
     os._exit(0)  # an engine that lost a rank

@@ -93,7 +93,7 @@ def test_an_engine_of_two(tmp_path: Path) -> None:
     """Attention groups, tokens that travel beside computation, experts that move; then one of the two is killed."""
     path = f"{ROOT}/tests/simulated_cuda/site:{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, COUNT: "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.simulated_cuda.engine_of_two", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.simulated_cuda.engine_of_two", str(tmp_path), str(random.randrange(2**32))]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

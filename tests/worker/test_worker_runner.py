@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
@@ -24,6 +24,7 @@ from moe_engine.worker.runner import ModelRunner, StepError
 from moe_engine.worker.sampler import INVALID_TOKEN
 from moe_engine.worker.stub import StubAttention, stub_runner
 from moe_engine.worker.worker import Worker
+from tests.lines_run import lines_run
 
 VOCAB = 64
 GREEDY = SamplingParams(temperature=0.0)
@@ -192,18 +193,29 @@ def test_what_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch, asked: 
 # -- time
 
 
-def test_python_time_of_a_decode_step() -> None:
-    """256 decodes without a model. The bound is loose, machines are shared; see the benchmark for the figure."""
-    count = 256
+class CountedOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def decode_cost(count: int) -> tuple[int, int]:
+    """(torch operations, lines of Python) of a step of `count` decodes without a model."""
     runner = stub_runner(max_rows=count, vocab_size=32)
     rows = list(range(count))
-    news = [_new(i, [1]) for i in rows]
-    runner.execute(_prompts(0, news))
-    times = []
-    for i in range(60):
-        slots = list(range(1000 + i * count, 1000 + (i + 1) * count))
-        plan = StepPlan(i, list(rows), [1 + i] * count, [1] * count, [True] * count, slots, count)
-        begin = time.perf_counter()
-        runner.execute(plan)
-        times.append(time.perf_counter() - begin)
-    assert sorted(times)[len(times) // 4] < 2e-3
+    runner.execute(_prompts(0, [_new(i, [1]) for i in rows]))
+    runner.execute(_decodes(1, rows, [1] * count))
+    with CountedOperations() as operations:
+        runner.execute(_decodes(2, rows, [2] * count))
+    return operations.count, lines_run(lambda: runner.execute(_decodes(3, rows, [3] * count)))
+
+
+def test_a_decode_step_runs_few_lines_and_no_operation_for_each_row() -> None:
+    """`benchmarks/host_time.py` has the time they take."""
+    few, many = decode_cost(8), decode_cost(256)
+    assert many[0] == few[0]
+    assert many[1] - few[1] <= 2 * (256 - 8)

@@ -36,5 +36,5 @@ def why_not(device_kind: str) -> str | None:
     if device_kind != "cuda":
         return f"DeepEP moves GPU memory; the device is {device_kind}"
     if importlib.util.find_spec("deep_ep") is None:
-        return "deep_ep is not installed (pip install 'moe-engine[deep-ep]')"
+        return "deep_ep is not installed (pip install 'sgl-deep-ep>=0.1.2.post1')"
     return None
