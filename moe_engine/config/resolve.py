@@ -126,7 +126,7 @@ class ResolvedConfig:
         if self.speculation is not None:
             values.update(speculative_values(self.speculation))
         for name in SECRETS:
-            values[name] = "***" if values[name] else None
+            values[name] = contradictions.HIDDEN if values[name] else None
         return values
 
     @property
@@ -236,7 +236,9 @@ def _most_running(args: EngineArgs, machine: Machine, parallel: ParallelPlan) ->
     if memory.max_running_requests:
         return max(1, memory.max_running_requests // groups)
     cap = max(1, (CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING) // groups)
-    return cap if memory.max_total_tokens is None else max(1, min(cap, memory.max_total_tokens // 2))
+    if memory.max_total_tokens is None:
+        return cap
+    return max(1, min(cap, memory.max_total_tokens // max(2, memory.page_size or 1)))
 
 
 def _check_shared_drafts(speculation: SpeculationConfig | None, model: ModelConfig, parallel: ParallelPlan) -> None:

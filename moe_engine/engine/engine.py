@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_flags import kernel_flags, launch_flags
 from moe_engine.config.launch_plan import prepare
 from moe_engine.engine.client import CoreClient
 from moe_engine.engine.client_api import EngineInfo, Health
@@ -169,14 +170,15 @@ class Engine:
         self._loop.call_soon_threadsafe(lambda: self._frontend.abort(rid, all=abort_all))
 
     def get_server_info(self) -> dict[str, Any]:
-        """The flags, the engine's facts and the scheduler's state."""
+        """The flags in force (see `config.launch_flags`), the engine's facts and the state of each scheduler."""
         states = self._run(self._frontend.client.call("internal_state"))
         facts = {
             "max_total_num_tokens": self.info.max_total_num_tokens,
             "max_req_input_len": self.info.max_req_input_len,
             "context_len": self.info.context_len,
         }
-        return {**self.config.flat(), **facts, "internal_states": states}
+        flags = launch_flags(self.config) | kernel_flags(self.info.backends)
+        return {**flags, **facts, "internal_states": states}
 
     def health(self) -> Health:
         return self._frontend.client.health()

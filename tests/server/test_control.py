@@ -190,6 +190,21 @@ def test_facts():
     assert get(client, "/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
 
 
+def test_backends_and_graphs_in_force():
+    """What the worker chose and recorded, not what was asked for."""
+    chosen = ("fa3", "deep_gemm", "triton", "torch", "flashinfer")
+    backends = dict(zip(("attention", "experts", "linear", "ops", "sampling"), chosen))
+    client = FakeClient(backends=backends, graph_bytes=3 << 29, weight_bytes=1 << 30)
+    asked = dict.fromkeys(("attention_backend", "moe_runner_backend", "linear_backend", "sampling_backend"), "auto")
+    info = get(client, "/server_info", server_args={**asked, "max_running_requests": 40}).json()
+    shown = ("attention_backend", "moe_runner_backend", "linear_backend", "ops_backend", "sampling_backend")
+    assert [info[name] for name in shown] == list(chosen)
+    assert info["internal_states"][0]["memory_usage"] == {
+        "weight": 1.0, "kvcache": 0.0, "graph": 1.5, "token_capacity": 1024,
+    }  # fmt: skip
+    assert info["max_running_requests"] == 40  # of all attention groups, as the flag
+
+
 def test_loads_of_one_rank():
     client = FakeClient()
     client.healths = lambda: [Health(True, True, 7, 0.0, 0.0, running, 2, 512) for running in (1, 4)]
