@@ -52,24 +52,6 @@ def check(args: EngineArgs) -> None:
         raise ConfigError(complaint)
 
 
-def remarks(args: EngineArgs) -> tuple[str, ...]:
-    """Flags that were given and have nothing to act on here; said once at start."""
-    found = list(args.notes)
-    dependents = {
-        "log_requests_level": "log_requests",
-        "priority_scheduling_preemption_threshold": "enable_priority_scheduling",
-        "torch_compile_max_bs": "enable_torch_compile",
-        "torch_compile_cache_dir": "enable_torch_compile",
-    }
-    values = args.flat()
-    for name, needed in dependents.items():
-        if name in args.given and not values[needed]:
-            found.append(f"{option_of(name)} does nothing without {option_of(needed)}")
-    if args.server.host in ("0.0.0.0", "::") and args.server.api_key is None:
-        found.append(f"--host {args.server.host} without --api-key: whoever reaches this machine can use the model")
-    return tuple(found)
-
-
 def _ranges(args: EngineArgs) -> Iterator[str]:
     for name, value in args.flat().items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -17,7 +17,7 @@ from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig
 from moe_engine.types import SpeculationConfig
 
-METHODS = {"NEXTN": "nextn", "STANDALONE": "standalone", "NGRAM": "ngram"}
+METHODS = {"NEXTN": "nextn", "EAGLE": "nextn", "STANDALONE": "standalone", "NGRAM": "ngram"}
 MAX_DRAFT_TOKENS = 64
 AUTO_MAX_STEPS = 6
 NGRAM_STEPS = 4
@@ -129,24 +129,26 @@ def _check_drafter(
 
 
 def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -> None:
+    asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
+    if not model.num_nextn_predict_layers:
+        raise ConfigError(
+            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0), and EAGLE "
+            "heads from elsewhere are not available yet in moe-engine; use NGRAM, which needs no weights, or "
+            "STANDALONE with a draft model"
+        )
     if draft is not None:
         raise NotAvailableYet(
             f"--speculative-draft-model-path {draft.path}: MTP layers of another checkpoint are not available yet in "
             "moe-engine; leave it out for the model's own, or use --speculative-algorithm STANDALONE for a whole model"
         )
-    if not model.num_nextn_predict_layers:
-        raise ConfigError(
-            f"--speculative-algorithm NEXTN: {model.source} has no multi-token-prediction layers "
-            "(num_nextn_predict_layers is 0); use NGRAM, which needs no weights, or STANDALONE with a draft model"
-        )
     if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
         raise ConfigError(
-            f"--speculative-algorithm NEXTN with num_hidden_layers {model.num_layers} in --json-model-override-args: "
+            f"{asked} with num_hidden_layers {model.num_layers} in --json-model-override-args: "
             f"the MTP layers continue layer {model.stored_layers - 1}, which is cut off; drop one of them"
         )
     if model.attention.kind != "mla":
         raise NotAvailableYet(
-            f"--speculative-algorithm NEXTN: the MTP layers of {model.architecture} are not available yet in "
+            f"{asked}: the MTP layers of {model.architecture} are not available yet in "
             "moe-engine, only those of DeepSeek models; use NGRAM"
         )
 

@@ -65,7 +65,7 @@ class ControlApi:
                 "tokenizer_path": settings.tokenizer_path or info.model_path,
                 "is_generation": True,
                 "preferred_sampling_params": dict(settings.frontend.preferred_sampling_params) or None,
-                "weight_version": "default",
+                "weight_version": settings.frontend.weight_version,
                 "served_model_name": self._state.model_name,
                 "model_type": info.model_type,
                 "architectures": list(info.architectures),

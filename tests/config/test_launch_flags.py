@@ -219,5 +219,3 @@ def test_two_spellings_of_a_flag_must_agree():
     assert EngineArgs.from_kwargs(tp=2, tp_size=2).parallel.tp_size == 2
     with pytest.raises(ConfigError, match="--tp-size and --tp are one flag"):
         EngineArgs.from_kwargs(tp_size=2, tp=4)
-
-
