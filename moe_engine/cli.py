@@ -97,11 +97,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def _unknown_command(command: str) -> str:
-    from moe_engine.config.values import nearest
+    from moe_engine.config.values import did_you_mean
 
     if command.startswith("-"):
         return f"{command}: name a command first, for instance `moe-engine serve {command} ...`"
-    return f"{command}: unknown command{nearest(command, tuple(COMMANDS))}; `moe-engine --help` lists them"
+    return f"{command}: unknown command{did_you_mean(command, tuple(COMMANDS))}; `moe-engine --help` lists them"
 
 
 # -- serve and plan

@@ -54,7 +54,7 @@ def regrets(answers: list[list[int]]) -> list[float]:
     found = []
     with Engine(device="cpu", dtype="float32", max_running_requests=len(PROMPTS)) as engine:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
-            ids = [*engine.encode(prompt), *answer]
+            ids = [*engine.tokenize(prompt), *answer]
             told = engine.generate(
                 input_ids=ids, sampling_params={"temperature": 0.0, "max_new_tokens": 1}, return_logprob=True,
                 logprob_start_len=len(ids) - len(answer) - 1, top_logprobs_num=1,

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from moe_engine.config.absent_flag import AbsentFlag
 from moe_engine.config.backends import BackendArgs
+from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import Parser, add_flags, parse_flags
 from moe_engine.config.graphs import GraphArgs
-from moe_engine.config.later import DROPPED, LATER, SATISFIED, LaterFlag
+from moe_engine.config.later import LATER
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.config.model import ModelArgs
@@ -21,7 +23,8 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.config.speculative import SpeculativeArgs
-from moe_engine.config.values import nearest, refuse_later, to_field_value
+from moe_engine.config.unknown_flag import keyword_of, unknown_flag
+from moe_engine.config.values import to_field_value
 from moe_engine.errors import ConfigError
 
 PARTS: dict[str, type] = {
@@ -36,6 +39,8 @@ PARTS: dict[str, type] = {
     "logging": LoggingArgs,
     "server": ServerArgs,
 }
+
+GONE = "gone from SGLang too"
 
 
 @dataclass(frozen=True)
@@ -68,25 +73,35 @@ class EngineArgs:
         """
         table = _by_spelling()
         notes: list[str] = []
-        parts: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
+        chosen: dict[str, Any] = {}
+        spelled: dict[str, str] = {}  # field -> the keyword that set it
+        idle: list[tuple[AbsentFlag, Any]] = []  # settings of parts that are absent
         for keyword, value in values.items():
             known = table.get(keyword)
-            if isinstance(known, LaterFlag):
-                _check_later(known, keyword, value)
+            if isinstance(known, AbsentFlag):
+                if not known.asks_nothing(value):
+                    raise known.refusal(keyword, value)
+                if known.needs_a_note(value):
+                    idle.append((known, value))
             elif known is not None:
-                part, info = known
-                parts[part][info.name] = to_field_value(info, value)
+                made = to_field_value(known, value)
+                before = spelled.setdefault(known.name, keyword)
+                if before != keyword and chosen[known.name] != made:
+                    raise ConfigError(f"{option_of(before)} and {option_of(keyword)} are one flag; give one of the two")
+                chosen[known.name] = made
             elif keyword in SATISFIED:
                 if _switched_on(keyword, value):
                     notes.append(f"{option_of(keyword)}: nothing to do ({SATISFIED[keyword]})")
-            elif keyword in DROPPED:
-                raise ConfigError(f"{option_of(keyword)}: gone from SGLang too; {DROPPED[keyword]}")
             else:
-                hint = nearest(keyword, (*table, *SATISFIED))
-                raise ConfigError(f"{keyword}: unknown flag{hint}; `moe-engine serve --help` lists all flags")
-        made: dict[str, Any] = {name: part(**parts[name]) for name, part in PARTS.items()}
-        given = frozenset(name for chosen in parts.values() for name in chosen)
-        return cls(**made, given=given, notes=tuple(notes))
+                wrong = unknown_flag(keyword, (*table, *SATISFIED))
+                raise ConfigError(f"{keyword}: {wrong}; `moe-engine serve --help` lists all flags")
+        notes += _idle_note(idle)
+        parts: dict[str, Any] = {
+            name: part(**{info.name: chosen[info.name] for info in fields_of(part) if info.name in chosen})
+            for name, part in PARTS.items()
+        }
+        given = frozenset(name for name, value in chosen.items() if value is not None)
+        return cls(**parts, given=given, notes=tuple(notes))
 
     @classmethod
     def from_cli(cls, argv: Sequence[str], parser: Parser | None = None) -> EngineArgs:
@@ -112,35 +127,32 @@ def build_parser(prog: str | None = None, **options: Any) -> Parser:
 
 
 @lru_cache
-def _by_spelling() -> dict[str, LaterFlag | tuple[str, FieldInfo]]:
-    """Field or later flag for each name and each other spelling, as Python writes it (``model``, ``tp``)."""
-    table: dict[str, LaterFlag | tuple[str, FieldInfo]] = {}
-    for part, cls in PARTS.items():
+def _by_spelling() -> dict[str, AbsentFlag | FieldInfo]:
+    """Field or absent flag for each name and each other spelling, as Python writes it (``model``, ``tp``)."""
+    table: dict[str, AbsentFlag | FieldInfo] = {}
+    for cls in PARTS.values():
         for info in fields_of(cls):
             for spelling in info.spellings:
-                table[_keyword(spelling)] = (part, info)
-    for row in LATER.values():
+                table[keyword_of(spelling)] = info
+    for row in (*LATER.values(), *DROPPED.values()):
         for spelling in (row.option, *row.spellings):
-            table[_keyword(spelling)] = row
+            table[keyword_of(spelling)] = row
     return table
 
 
-def _keyword(option: str) -> str:
-    return option.lstrip("-").replace("-", "_")
-
-
-def _check_later(row: LaterFlag, keyword: str, value: Any) -> None:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    if all(row.asks_nothing(item) for item in values):
-        return
-    if row.is_switch:
-        raise refuse_later(option_of(keyword), row.part, "leave it out")
-    shown = " ".join(str(item) for item in values)
-    instead = "leave it out" if row.default is None else f"leave it out or use {row.default}"
-    raise refuse_later(f"{option_of(keyword)} {shown}", row.part, instead)
+def _idle_note(idle: list[tuple[AbsentFlag, Any]]) -> list[str]:
+    """One note for all settings of absent parts: a dump of SGLang's flags holds dozens."""
+    by_reason: dict[str, list[str]] = {}
+    for flag, value in idle:
+        text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        by_reason.setdefault(flag.reason if flag.name in LATER else GONE, []).append(f"{flag.option} {text}")
+    if not by_reason:
+        return []
+    parts = "; ".join(f"{', '.join(given)} ({reason})" for reason, given in by_reason.items())
+    return [f"nothing to do, as these belong to parts that are not available here: {parts}"]
 
 
 def _switched_on(keyword: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if value is not None and not isinstance(value, bool):
         raise ConfigError(f"{option_of(keyword)}: a switch is true or false, not {value!r}")
-    return value
+    return bool(value)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from moe_engine.config.field import flag
 from moe_engine.kernels import tables
 
-GPU = "the GPU backends"
+TENSORRT = "TensorRT-LLM kernels"
+MORE_GPU = "more kernels for GPUs"
+OTHER_DEVICES = "other accelerators"
 
 
 def _names(*families: str) -> tuple[str, ...]:
@@ -45,23 +47,26 @@ class BackendArgs:
         "Attention kernels. auto takes the most preferred that can run here; a named one that cannot is an error.",
         choices=_attention,
         synonyms=CPU_SYNONYMS,
-        later=dict.fromkeys(
-            ("triton", "fa4", "flex_attention", "dsa", "nsa", "qsa", "dsv4",
-             "trtllm_mla", "trtllm_mha", "cutedsl_mla", "cutlass_mla", "aiter", "wave", "ascend", "intel_xpu"),
-            GPU,
-        ),
+        later={
+            **dict.fromkeys(("trtllm_mla", "trtllm_mha"), TENSORRT),
+            **dict.fromkeys(("fa4", "flex_attention", "cutedsl_mla", "cutlass_mla"), MORE_GPU),
+            **dict.fromkeys(("dsa", "nsa", "qsa", "dsv4"), "sparse attention (DeepSeek V3.2)"),
+            **dict.fromkeys(("aiter", "wave", "ascend", "intel_xpu"), OTHER_DEVICES),
+        },
     )  # fmt: skip
     moe_runner_backend: str = flag(
         "auto",
         "Grouped matrix products of the routed experts.",
         choices=_experts,
         synonyms=CPU_SYNONYMS,
-        later=dict.fromkeys(
-            ("triton", "triton_kernel", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl",
-             "flashinfer_mxfp4", "cutlass", "marlin"),
-            GPU,
-        ),
-    )  # fmt: skip
+        later={
+            "flashinfer_trtllm": TENSORRT,
+            **dict.fromkeys(
+                ("triton_kernel", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4", "cutlass", "marlin"),
+                MORE_GPU,
+            ),
+        },
+    )
     linear_backend: str = flag("auto", "Matrix products with dense weights.", choices=_linear)
     ops_backend: str = flag("auto", "Norms, rotary embedding, activation, cache writes and routing.", choices=_ops)
     sampling_backend: str = flag(
@@ -69,7 +74,7 @@ class BackendArgs:
         "Drawing tokens from logits. pytorch means the torch row.",
         choices=_sampling,
         synonyms={"pytorch": "torch"},
-        later=dict.fromkeys(("ascend", "intel_xpu"), GPU),
+        later=dict.fromkeys(("ascend", "intel_xpu"), OTHER_DEVICES),
     )
     enable_deterministic_inference: bool = flag(
         False,

@@ -42,29 +42,14 @@ LEAST = {
 }
 MOST = {"log_requests_level": 3, "port": 65535, "random_seed": 2**63 - 1, "speculative_eagle_topk": 64}
 
+HIDDEN = "***"
+"""A key in /server_info."""
+
 
 def check(args: EngineArgs) -> None:
     """Raises ConfigError for the first value out of range and the first pair of flags that contradict each other."""
     for complaint in (*_ranges(args), *_scheduling(args), *_memory(args), *_front_end(args)):
         raise ConfigError(complaint)
-
-
-def remarks(args: EngineArgs) -> tuple[str, ...]:
-    """Flags that were given and have nothing to act on here; said once at start."""
-    found = list(args.notes)
-    dependents = {
-        "log_requests_level": "log_requests",
-        "priority_scheduling_preemption_threshold": "enable_priority_scheduling",
-        "torch_compile_max_bs": "enable_torch_compile",
-        "torch_compile_cache_dir": "enable_torch_compile",
-    }
-    values = args.flat()
-    for name, needed in dependents.items():
-        if name in args.given and not values[needed]:
-            found.append(f"{option_of(name)} does nothing without {option_of(needed)}")
-    if args.server.host in ("0.0.0.0", "::") and args.server.api_key is None:
-        found.append(f"--host {args.server.host} without --api-key: whoever reaches this machine can use the model")
-    return tuple(found)
 
 
 def _ranges(args: EngineArgs) -> Iterator[str]:
@@ -124,11 +109,12 @@ def _memory(args: EngineArgs) -> Iterator[str]:
             yield f"{option} {tokens} is smaller than --page-size {page}"
     if memory.max_total_tokens == 1:
         yield "--max-total-tokens 1: no request fits, its prompt and its first answer take 2; use at least 2"
-    running, total = memory.max_running_requests, memory.max_total_tokens
-    if running is not None and total is not None and running * page > total:
+    running, total, flags = memory.max_running_requests, memory.max_total_tokens, args.parallel
+    groups = max(1, flags.dp_size if flags.enable_dp_attention else flags.attn_dp_size)  # each has a pool of its own
+    if running is not None and total is not None and running // groups * page > total:
         yield (
             f"--max-running-requests {running} with --max-total-tokens {total}: each request holds at least a page "
-            f"of {page}, so at most {total // page} can run"
+            f"of {page}, so at most {total // page * groups} can run"
         )
 
 
@@ -136,7 +122,7 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     model, server = args.model, args.server
     if model.skip_tokenizer_init:
         for option, value in (
-            ("--tokenizer-path", model.tokenizer_path),
+            ("--tokenizer-path", None if model.tokenizer_path == model.model_path else model.tokenizer_path),
             ("--chat-template", model.chat_template),
             ("--reasoning-parser", server.reasoning_parser),
             ("--tool-call-parser", server.tool_call_parser),
@@ -146,6 +132,8 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     for option, key in (("--api-key", server.api_key), ("--admin-api-key", server.admin_api_key)):
         if key is not None and not key.strip():
             yield f"{option} is empty: leave it out for no key, or give one"
+        if key == HIDDEN:
+            yield f"{option} {HIDDEN}: that is how /server_info hides a key; give the key itself"
     name = model.served_model_name
     if name is not None and (not name.strip() or ":" in name):
         yield f"--served-model-name {name!r}: must be a name without a colon"

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import FieldInfo, fields_of, option_of
-from moe_engine.config.later import DROPPED, LATER, SATISFIED
-from moe_engine.config.values import nearest
+from moe_engine.config.later import LATER
+from moe_engine.config.unknown_flag import accepted_matches, keyword_of, unknown_flag
 from moe_engine.errors import ConfigError
 
 GROUPS = {
@@ -30,6 +31,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose mistakes are ConfigErrors: one clear message, no usage page in front of it."""
 
     def error(self, message: str) -> NoReturn:
+        message = accepted_matches(message)
         raise ConfigError(message.replace("argument ", "", 1) if message.startswith("argument ") else message)
 
 
@@ -79,16 +81,14 @@ def _add_field(group: argparse._ArgumentGroup, info: FieldInfo) -> None:
 
 def _add_hidden(parser: argparse.ArgumentParser) -> None:
     """Flags of SGLang that are refused or need nothing: known to the parser so that abbreviations find them."""
-    for row in LATER.values():
+    for row in (*LATER.values(), *DROPPED.values()):
         names = (row.option, *row.spellings)
         if row.is_switch:
             _hide(parser, names, row.name, action="store_true")
         else:
-            _hide(parser, names, row.name, nargs="+")
+            _hide(parser, names, row.name, **({"nargs": "+"} if row.name in LATER else {"nargs": "?", "const": True}))
     for name in SATISFIED:
         _hide(parser, (option_of(name),), name, action="store_true")
-    for name in DROPPED:
-        _hide(parser, (option_of(name),), name, nargs="*")
 
 
 def _hide(parser: argparse.ArgumentParser, names: tuple[str, ...], dest: str, **options: Any) -> None:
@@ -110,11 +110,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
 
 def _canonical(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
     """The same values under the field names, so that a file's `tp: 4` and a command line's `--tp-size 1` meet."""
-    fields = {
-        spelling.lstrip("-").replace("-", "_"): action.dest
-        for action in parser._actions
-        for spelling in action.option_strings
-    }
+    fields = {keyword_of(spelling): action.dest for action in parser._actions for spelling in action.option_strings}
     return {fields.get(key, key): value for key, value in values.items()}
 
 
@@ -125,7 +121,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     if word is None:
         raise ConfigError(f"{unknown[0]}: stray argument; every option has a name, for instance --model-path PATH")
     word = word.split("=")[0]
-    raise ConfigError(f"{word}: unknown flag{nearest(word, known_options(parser))}; --help lists all flags")
+    raise ConfigError(f"{word}: {unknown_flag(word, known_options(parser))}; --help lists all flags")
 
 
 def known_options(parser: argparse.ArgumentParser) -> list[str]:
@@ -147,4 +143,4 @@ def _read_yaml(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: must hold `flag: value` lines")
-    return {str(key).lstrip("-").replace("-", "_"): value for key, value in values.items()}
+    return {keyword_of(str(key)): value for key, value in values.items()}

@@ -1,62 +1,14 @@
-"""Flags of SGLang that this engine does not have yet, or has no more: none of them is ever ignored in silence.
+"""Flags of SGLang that this engine does not have yet: each is refused with the part that will bring it.
 
-`LATER` flags are refused with the part that will bring them, unless they are given the value they have when left out
-(``--tp-size 1``). When a part arrives, its rows move from here into a field of a part config. `SATISFIED` switches turn
-off something that this engine does not do: they are accepted and noted. `DROPPED` flags are gone from SGLang itself:
-the message names what replaced them.
+A flag that is given the value it has when left out (``--pp-size 1``) asks for nothing and is accepted. When a part
+arrives, its rows move from here into a field of a part config.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from moe_engine.config.field import option_of
-
-SWITCH = False
-
-
-@dataclass(frozen=True)
-class LaterFlag:
-    """A flag to come.
-
-    Attributes:
-        name: the field it will become.
-        default: its value when left out; False makes it a switch.
-        part: what brings it, in words.
-        spellings: further spellings.
-        harmless: values that ask for nothing, besides the default.
-    """
-
-    name: str
-    default: Any
-    part: str
-    spellings: tuple[str, ...] = ()
-    harmless: tuple[Any, ...] = ()
-
-    @property
-    def option(self) -> str:
-        return option_of(self.name)
-
-    @property
-    def is_switch(self) -> bool:
-        return self.default is SWITCH
-
-    def asks_nothing(self, value: Any) -> bool:
-        """Whether the value is what the flag means when left out."""
-        if self.is_switch:
-            return value in (False, None, "false", "False")
-        return any(_same(value, known) for known in (self.default, *self.harmless))
-
-
-def _same(value: Any, known: Any) -> bool:
-    """Equal as text or as numbers: the command line says ``1``, a keyword 1."""
-    if str(value).strip().lower() == str(known).lower():
-        return True
-    try:
-        return float(value) == float(known)
-    except (TypeError, ValueError):
-        return False
+from moe_engine.config.absent_flag import SWITCH, LaterFlag
 
 
 def _rows(part: str, *flags: tuple[Any, ...]) -> list[LaterFlag]:
@@ -68,7 +20,7 @@ def _switches(part: str, *names: str) -> list[LaterFlag]:
 
 
 MANY_RANKS = "more forms of parallelism"
-GRAPHS = "CUDA graphs of prompts"
+PROMPT_GRAPHS = "CUDA graphs of prompts"
 
 _PARALLEL = [
     *_rows(
@@ -150,7 +102,7 @@ _SPLIT = [
 _TEXT = [
     *_rows(
         "structured output",
-        ("grammar_backend", "xgrammar", (), ("none",)),
+        ("grammar_backend", "xgrammar", (), ("outlines", "none")),
         ("constrained_json_whitespace_pattern", None),
     ),
     *_rows(
@@ -165,32 +117,39 @@ _TEXT = [
     *_switches("LoRA adapters", "enable_lora"),
     *_rows("fill-in-the-middle completion templates", ("completion_template", None)),
     *_switches("embedding models", "is_embedding"),
-    *_switches("multimodal models", "enable_multimodal"),
+    *_switches("multimodal models", "enable_multimodal", "enable_llama4_multimodal"),
     *_switches("custom logit processors", "enable_custom_logit_processor"),
     *_rows("further warm-ups", ("warmups", None)),
     *_rows("debugging dumps", ("debug_tensor_dump_output_folder", None), ("debug_tensor_dump_input_file", None)),
     *_rows("several tokenizer processes", ("tokenizer_worker_num", 1), ("detokenizer_worker_num", 1)),
-    *_rows("the files API", ("file_storage_path", None, ("--file-storage-pth",))),
+    *_rows("the files API", ("file_storage_path", None, (), ("sglang_storage",))),
     *_rows("a watchdog that only warns", ("soft_watchdog_timeout", None)),
     *_switches("an engine that sleeps when idle", "sleep_on_idle"),
     *_switches("traces", "enable_trace"),
 ]  # fmt: skip
 
-_GRAPHS = [
+_KERNELS = [
     *_rows(
-        GRAPHS,
+        PROMPT_GRAPHS,
         ("cuda_graph_max_bs_prefill", None),
         ("cuda_graph_bs_prefill", None),
         ("cuda_graph_config", None),
         ("cuda_graph_backend_prefill", None, (), ("disabled",)),
-        ("triton_attention_num_kv_splits", 8),
+    ),
+    *_switches(PROMPT_GRAPHS, "enable_piecewise_cuda_graph"),
+    *_switches("profiling", "enable_profile_cuda_graph"),
+    *_rows("settings of single Triton kernels", ("triton_attention_num_kv_splits", 8)),
+    *_switches("settings of single Triton kernels", "triton_attention_reduce_in_fp32"),
+    *_rows(
+        "separate kernels for prompts and for decodes",
         ("prefill_attention_backend", None),
         ("decode_attention_backend", None),
-        ("fp8_gemm_runner_backend", "auto", ("--fp8-gemm-backend",)),
     ),
-    *_switches(GRAPHS, "triton_attention_reduce_in_fp32", "enable_profile_cuda_graph"),
+    *_rows("separate kernels for FP8 products", ("fp8_gemm_runner_backend", "auto", ("--fp8-gemm-backend",))),
     *_switches("shared experts fused into the routed ones", "enforce_shared_experts_fusion"),
-    *_switches("the GPU backends", "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache"),
+    *_switches(
+        "a choice of the form of prompt attention", "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache"
+    ),
 ]
 
 _MORE = [
@@ -256,34 +215,5 @@ _MORE = [
 ]
 
 LATER: dict[str, LaterFlag] = {
-    row.name: row for group in (_PARALLEL, _SPECULATION, _MEMORY, _SPLIT, _TEXT, _GRAPHS, _MORE) for row in group
-}
-
-SATISFIED: dict[str, str] = {
-    "disable_outlines_disk_cache": "there is no grammar cache",
-    "skip_server_warmup": "the server sends itself no request: kernels are warm before it listens",
-    "show_time_cost": "the log always says how long the parts of a start took",
-    "disable_shared_experts_fusion": "shared experts are never fused into the routed ones",
-}
-
-DROPPED: dict[str, str] = {
-    "prefill_only_one_req": "use --prefill-max-requests 1",
-    "disable_jump_forward": "leave it out: there is no jump-forward decoding",
-    "disable_mla": "leave it out: DeepSeek models always use their latent KV cache",
-    "enable_flashinfer_mla": "use --attention-backend flashinfer",
-    "enable_flashmla": "use --attention-backend flashmla",
-    "enable_llama4_multimodal": "use --enable-multimodal (comes with multimodal models)",
-    "n_share_experts_fusion": "leave it out",
-    "enable_double_sparsity": "leave it out: Double Sparsity attention is gone",
-    "ds_channel_config_path": "leave it out: Double Sparsity attention is gone",
-    "ds_heavy_channel_num": "leave it out: Double Sparsity attention is gone",
-    "ds_heavy_token_num": "leave it out: Double Sparsity attention is gone",
-    "ds_heavy_channel_type": "leave it out: Double Sparsity attention is gone",
-    "ds_sparse_decode_threshold": "leave it out: Double Sparsity attention is gone",
-    "torchao_config": "leave it out: weights are quantised in the checkpoint (--quantization)",
-    "enable_nan_detection": "leave it out",
-    "debug_tensor_dump_inject": "leave it out",
-    "num_continuous_decode_steps": "leave it out: SGLang never read it either",
-    "disable_fast_image_processor": "use --image-processor-backend pil (comes with multimodal models)",
-    "enable_piecewise_cuda_graph": "use --cuda-graph-backend-prefill (comes with CUDA graphs of prompts)",
+    row.name: row for group in (_PARALLEL, _SPECULATION, _MEMORY, _SPLIT, _TEXT, _KERNELS, _MORE) for row in group
 }

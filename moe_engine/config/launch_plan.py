@@ -17,8 +17,10 @@ from moe_engine.config.checkpoint import locate, sums
 from moe_engine.config.cluster_env import ClusterPlace, find_place
 from moe_engine.config.draft_model import load_draft
 from moe_engine.config.machine import Machine, probe_machine
+from moe_engine.config.model import OTHER_FORMATS
+from moe_engine.config.remarks import unread_variables
 from moe_engine.config.resolve import ResolvedConfig, resolve
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.backends import choose
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.kernels.registry import Choice
@@ -31,6 +33,7 @@ from moe_engine.models.widths import local_heads
 from moe_engine.parallel.recording.config import recorder_directory
 
 SEED_BITS = 30
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 FLAGS = {
     "attention": "--attention-backend",
     "experts": "--moe-runner-backend",
@@ -89,9 +92,8 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     choices = choose_backends(resolved, device)
     if resolved.draft_model is not None:
         choose_backends(resolved, device, resolved.draft_model)
-    if not on_cpu:
-        return dataclasses.replace(resolved, notes=(*resolved.notes, *_gpu_determinism_remarks(resolved)))
-    return dataclasses.replace(resolved, notes=(*resolved.notes, *_determinism_remarks(resolved, choices)))
+    more = _determinism_remarks(resolved, choices) if on_cpu else _gpu_determinism_remarks(resolved)
+    return dataclasses.replace(resolved, notes=(*resolved.notes, *unread_variables(os.environ), *more))
 
 
 def _determinism_remarks(config: ResolvedConfig, choices: Iterable[Choice]) -> Iterator[str]:
@@ -132,6 +134,11 @@ def _check_weights(
 ) -> None:
     """Everything that can be said of the weight files without reading a weight."""
     if not files:
+        if other := next((path.name for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), None):
+            raise NotAvailableYet(
+                f"{folder}: holds {other} and no *.safetensors; weights in that format are not available yet in "
+                f"moe-engine (come with {OTHER_FORMATS}); convert them to safetensors"
+            )
         raise ConfigError(
             f"{folder}: no *.safetensors files beside config.json; give the folder of a complete checkpoint, or "
             "use --load-format dummy for random weights"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 GB = 1 << 30
 DRAFT_WEIGHTS = "draft weights"
+GRAPHS_ROW = "CUDA graphs"
 WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
 """Rows that --mem-fraction-static counts besides KV."""
 
@@ -55,6 +56,10 @@ class MemoryLedger:
     @property
     def weight_bytes(self) -> int:
         return sum(row.num_bytes for row in self.rows if row.name in WEIGHT_ROWS)
+
+    def bytes_of(self, name: str) -> int:
+        """Of the rows with that name; 0 where there is none."""
+        return sum(row.num_bytes for row in self.rows if row.name == name)
 
     @property
     def kv_bytes(self) -> int:

@@ -56,7 +56,7 @@ class ModelArgs:
         "they stay as they are where a kernel multiplies with them, a CPU dequantises them while loading.",
         choices=("fp8",),
         later=dict.fromkeys(
-            ("awq", "gptq", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8",
+            ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8",
              "modelopt_fp4", "modelopt_mixed", "w8a8_int8", "w8a8_fp8", "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online",
              "w4afp8", "quark", "quark_mxfp4", "compressed-tensors", "auto-round", "qoq", "petit_nvfp4"),
             OTHER_QUANTIZATION,

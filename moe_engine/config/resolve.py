@@ -16,6 +16,7 @@ from moe_engine.config.decisions import Decision, Record
 from moe_engine.config.ledger import MemoryLedger
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.machine import Machine
+from moe_engine.config.remarks import flags_without_effect
 from moe_engine.config.resolve_compile import resolve_compile
 from moe_engine.config.resolve_experts import resolve_experts
 from moe_engine.config.resolve_graphs import resolve_graphs
@@ -126,7 +127,7 @@ class ResolvedConfig:
         if self.speculation is not None:
             values.update(speculative_values(self.speculation))
         for name in SECRETS:
-            values[name] = "***" if values[name] else None
+            values[name] = contradictions.HIDDEN if values[name] else None
         return values
 
     @property
@@ -182,7 +183,7 @@ def resolve(
     page_size = args.memory.page_size or record.note("page_size", 1, "every backend here works on single tokens")
     chunk = _chunk(args, machine, page_size, parallel.topology.attn_dp_size, record)
     speculation = resolve_speculation(args, model, draft, context_len, record)
-    _check_shared_drafts(speculation, model, parallel)
+    _check_shared_drafts(args, speculation, model, parallel)
     draft = draft if speculation is not None and speculation.draft_model_path is not None else None
     own_part = _own_part(machine, parallel)
     running = _most_running(args, machine, parallel)
@@ -216,7 +217,7 @@ def resolve(
         cpu_threads=args.backends.cpu_threads or record.note("cpu_threads", own_part.cores, _cores_reason(parallel)),
         ledger=sizing.ledger,
         decisions=tuple(record.decisions),
-        notes=(*contradictions.remarks(args), *record.remarks, *_size_remarks(context_len, sizing)),
+        notes=(*_idle_flags(args, device, parallel), *record.remarks, *_size_remarks(context_len, sizing)),
         speculation=speculation,
         draft_model=draft.config if draft is not None else None,
         experts=experts,
@@ -236,14 +237,19 @@ def _most_running(args: EngineArgs, machine: Machine, parallel: ParallelPlan) ->
     if memory.max_running_requests:
         return max(1, memory.max_running_requests // groups)
     cap = max(1, (CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING) // groups)
-    return cap if memory.max_total_tokens is None else max(1, min(cap, memory.max_total_tokens // 2))
+    if memory.max_total_tokens is None:
+        return cap
+    return max(1, min(cap, memory.max_total_tokens // max(2, memory.page_size or 1)))
 
 
-def _check_shared_drafts(speculation: SpeculationConfig | None, model: ModelConfig, parallel: ParallelPlan) -> None:
+def _check_shared_drafts(
+    args: EngineArgs, speculation: SpeculationConfig | None, model: ModelConfig, parallel: ParallelPlan
+) -> None:
     """With DP attention every forward that drafts is shared by all groups, so its sizes must be known beforehand."""
     groups = parallel.topology.attn_dp_size
     if speculation is None or speculation.method != "nextn" or groups == 1:
         return
+    asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
     if speculation.topk > 1:
         raise ConfigError(
             f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: trees of MTP drafts are for "
@@ -251,7 +257,7 @@ def _check_shared_drafts(speculation: SpeculationConfig | None, model: ModelConf
         )
     if model.num_nextn_predict_layers > 1:
         raise ConfigError(
-            f"--speculative-algorithm NEXTN with --attn-dp-size {groups}: {model.source} has "
+            f"{asked} with --attn-dp-size {groups}: {model.source} has "
             f"{model.num_nextn_predict_layers} MTP layers, and several are for one attention group; use NGRAM, or no "
             "DP attention"
         )
@@ -317,6 +323,10 @@ def _served_name(args: EngineArgs, path: str, record: Record) -> str:
     return record.note("served_model_name", args.model.model_path or path, "the model path")
 
 
+def _idle_flags(args: EngineArgs, device: str, parallel: ParallelPlan) -> tuple[str, ...]:
+    return (*args.notes, *flags_without_effect(args, device, parallel))
+
+
 def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
     tokens = sizing.ledger.num_tokens
     if tokens >= context_len:
@@ -356,8 +366,8 @@ def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) ->
     asked, found = args.model.quantization, model.quant.method if model.quant else None
     if asked is not None and found is None:
         raise NotAvailableYet(
-            f"--quantization {asked}: config.json of {model.source} says that the weights are not quantised, and "
-            "quantising while loading is not available yet in moe-engine; leave it out"
+            f"--quantization {asked}: {model.source} says that the weights are not quantised, and quantising while "
+            "loading is not available yet in moe-engine; leave it out"
         )
     if asked is None and found is not None:
         record.note("quantization", found, "config.json says so")

@@ -7,6 +7,7 @@ from pathlib import Path
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.decisions import Record
 from moe_engine.config.experts import ExpertArgs
+from moe_engine.config.field import fields_of
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings, RebalanceSettings
@@ -30,10 +31,10 @@ def resolve_experts(
         ConfigError: naming the flag and the fix.
     """
     flags = args.experts
-    asked = sorted(args.given.intersection(vars(flags)))
     if model.moe is None or not model.is_moe:
-        if any(getattr(flags, name) not in (None, False, "off", "trivial", "auto", 0) for name in asked):
-            named = ", ".join("--" + name.replace("_", "-") for name in asked)
+        asked = [info.option for info in fields_of(ExpertArgs) if getattr(flags, info.name) != info.default]
+        if asked:
+            named = ", ".join(sorted(asked))
             raise ConfigError(f"{named}: {model.architecture} has no experts; leave it out")
         return ExpertSettings()
     _check(flags, topology)

@@ -6,7 +6,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.attention_memory import attention_row, experts_row, unrecorded
 from moe_engine.config.decisions import Record
 from moe_engine.config.field import option_of
-from moe_engine.config.ledger import GB, LedgerRow
+from moe_engine.config.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.config.machine import Machine
 from moe_engine.config.resolve_parallel import ParallelPlan, dispatch_tokens
 from moe_engine.errors import ConfigError
@@ -153,4 +153,4 @@ def graph_row(
     )
     results = tokens * (model.hidden_size * dtype_bytes + model.vocab_size * (4 + dtype_bytes))
     detail = f"{graphs.num_graphs} recorded steps of up to {tokens} tokens, in one pool"
-    return [LedgerRow("CUDA graphs", step + results + graphs.num_graphs * GRAPH_BYTES, detail)]
+    return [LedgerRow(GRAPHS_ROW, step + results + graphs.num_graphs * GRAPH_BYTES, detail)]

@@ -101,16 +101,9 @@ def resolve_parallel(
     backend = _backend(args)
     if backend != "none" and not model.is_moe:
         raise ConfigError(f"--moe-a2a-backend {backend}: {model.architecture} has no experts; leave it out")
-    topology = Topology(
-        tp_size=flags.tp_size,
-        attn_dp_size=attn_dp,
-        ep_size=_ep_size(args, backend, record),
-        moe_dense_tp_size=flags.moe_dense_tp_size,
-        enable_dp_lm_head=flags.enable_dp_lm_head,
-        moe_a2a_backend=backend if flags.tp_size > 1 else "none",
-        num_nodes=_nodes_of_a_replica(flags.tp_size, replicas, num_nodes),
-    )
-    topology.check(widths_of(model, args.experts.ep_num_redundant_experts))
+    ep_size, nodes = _ep_size(args, backend, record), _nodes_of_a_replica(flags.tp_size, replicas, num_nodes)
+    _check_enough_ranks(flags, attn_dp, ep_size, nodes, "" if "nnodes" in args.given or place is None else place.origin)
+    topology = _topology(args, model, attn_dp, ep_size, backend, nodes)
     _check_nodes(num_nodes, node_rank, leader)
     dispatch = None
     if topology.travels:
@@ -136,6 +129,52 @@ def resolve_parallel(
     )
     _check_devices(flags, plan, num_devices)
     return plan
+
+
+def _topology(args: EngineArgs, model: ModelConfig, attn_dp: int, ep_size: int, backend: str, nodes: int) -> Topology:
+    """Held against itself and the model. Messages name the attention groups' flag as it was given."""
+    flags = args.parallel
+    try:
+        topology = Topology(
+            tp_size=flags.tp_size,
+            attn_dp_size=attn_dp,
+            ep_size=ep_size,
+            moe_dense_tp_size=flags.moe_dense_tp_size,
+            enable_dp_lm_head=flags.enable_dp_lm_head,
+            moe_a2a_backend=backend if flags.tp_size > 1 else "none",
+            num_nodes=nodes,
+        )
+        topology.check(widths_of(model, args.experts.ep_num_redundant_experts))
+    except ConfigError as error:
+        if flags.enable_dp_attention:
+            raise ConfigError(str(error).replace("--attn-dp-size", "--dp-size")) from None
+        raise
+    return topology
+
+
+def _check_enough_ranks(flags: ParallelArgs, attn_dp: int, ep_size: int, nodes: int, origin: str) -> None:
+    """Attention groups, experts and nodes share the ranks of --tp-size, which many commands leave at 1.
+
+    Args:
+        nodes: of a replica.
+        origin: of the number of nodes, where no flag gave it.
+
+    Raises:
+        ConfigError: there are fewer ranks; in the flags' own words.
+    """
+    groups = f"--enable-dp-attention --dp-size {attn_dp}" if flags.enable_dp_attention else f"--attn-dp-size {attn_dp}"
+    hosts = f"{nodes} nodes ({origin})" if origin else f"--nnodes {flags.nnodes}"
+    for asked, size, users in (
+        (groups, attn_dp, "attention groups share"),
+        (f"--ep-size {ep_size}", ep_size, "parts of the experts lie on"),
+        (hosts, nodes, "nodes share"),
+    ):
+        if size > flags.tp_size >= 1:
+            way_out = "add" if flags.tp_size == 1 else "use"
+            raise ConfigError(
+                f"{asked} with --tp-size {flags.tp_size}: {size} {users} the ranks of --tp-size, one or more each; "
+                f"{way_out} --tp-size {size}"
+            )
 
 
 def _check_devices(flags: ParallelArgs, plan: ParallelPlan, num_devices: int | None) -> None:

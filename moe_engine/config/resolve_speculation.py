@@ -17,12 +17,14 @@ from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig
 from moe_engine.types import SpeculationConfig
 
-METHODS = {"NEXTN": "nextn", "STANDALONE": "standalone", "NGRAM": "ngram"}
+METHODS = {"NEXTN": "nextn", "EAGLE": "nextn", "STANDALONE": "standalone", "NGRAM": "ngram"}
 MAX_DRAFT_TOKENS = 64
 AUTO_MAX_STEPS = 6
 NGRAM_STEPS = 4
 DEFAULT_TREE = (3, 1, 4)
 TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+UNUSED_TREES = {("5", "8", "64"), ("5", "4", "8")}
+"""Steps, topk and tokens in dumps of SGLang 0.4 without drafts: their defaults then."""
 NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
 
 
@@ -48,7 +50,7 @@ def resolve_speculation(
     """
     flags = args.speculative
     if flags.speculative_algorithm is None:
-        _refuse_without_algorithm(args)
+        _refuse_without_algorithm(args, record)
         return None
     method = METHODS[flags.speculative_algorithm]
     if method == "nextn" and draft is not None and draft.config.source == model.source:
@@ -88,7 +90,12 @@ def speculative_values(speculation: SpeculationConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_without_algorithm(args: EngineArgs) -> None:
+def _refuse_without_algorithm(args: EngineArgs, record: Record) -> None:
+    tree = tuple(str(getattr(args.speculative, name)) for name in TREE)
+    if tree in UNUSED_TREES:
+        options = ", ".join(f"{option_of(name)} {value}" for name, value in zip(TREE, tree))
+        record.remark(f"{options}: nothing to do (SGLang's values when there is no --speculative-algorithm)")
+        return
     for info in fields_of(SpeculativeArgs):
         value = getattr(args.speculative, info.name)
         if info.name in args.given and value != info.default and value not in ("0", 0):
@@ -122,24 +129,26 @@ def _check_drafter(
 
 
 def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -> None:
+    asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
+    if not model.num_nextn_predict_layers:
+        raise ConfigError(
+            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0), and EAGLE "
+            "heads from elsewhere are not available yet in moe-engine; use NGRAM, which needs no weights, or "
+            "STANDALONE with a draft model"
+        )
     if draft is not None:
         raise NotAvailableYet(
             f"--speculative-draft-model-path {draft.path}: MTP layers of another checkpoint are not available yet in "
             "moe-engine; leave it out for the model's own, or use --speculative-algorithm STANDALONE for a whole model"
         )
-    if not model.num_nextn_predict_layers:
-        raise ConfigError(
-            f"--speculative-algorithm NEXTN: {model.source} has no multi-token-prediction layers "
-            "(num_nextn_predict_layers is 0); use NGRAM, which needs no weights, or STANDALONE with a draft model"
-        )
     if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
         raise ConfigError(
-            f"--speculative-algorithm NEXTN with num_hidden_layers {model.num_layers} in --json-model-override-args: "
+            f"{asked} with num_hidden_layers {model.num_layers} in --json-model-override-args: "
             f"the MTP layers continue layer {model.stored_layers - 1}, which is cut off; drop one of them"
         )
     if model.attention.kind != "mla":
         raise NotAvailableYet(
-            f"--speculative-algorithm NEXTN: the MTP layers of {model.architecture} are not available yet in "
+            f"{asked}: the MTP layers of {model.architecture} are not available yet in "
             "moe-engine, only those of DeepSeek models; use NGRAM"
         )
 
@@ -173,7 +182,7 @@ def _check_window(args: EngineArgs, method: str) -> None:
     low, high = (getattr(args.speculative, name) for name in NGRAM_WINDOW)
     for name in NGRAM_WINDOW:
         value = getattr(args.speculative, name)
-        if method != "ngram" and name in args.given:
+        if method != "ngram" and value != getattr(SpeculativeArgs, name):
             algorithm = args.speculative.speculative_algorithm
             raise ConfigError(f"{option_of(name)} {value} belongs to NGRAM, not to --speculative-algorithm {algorithm}")
         if value < 1:

@@ -78,6 +78,11 @@ class ServerArgs:
         metavar="JSON",
     )
     allow_auto_truncate: bool = flag(False, "Cut prompts that are too long instead of refusing them.")
+    weight_version: str = flag(
+        "default",
+        "Name of the weights in the `meta_info` and `metadata` of answers and in /model_info.",
+        metavar="NAME",
+    )
     watchdog_timeout: float = flag(
         300.0, "Seconds after which a step that does not end is reported and the engine is stopped.", metavar="SECONDS"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -49,6 +50,9 @@ WORKSPACE_BYTES = 64 << 20
 """Scratch memory of kernels over all threads."""
 
 MIN_USEFUL_TOKENS = 128
+
+FRACTION_STEPS = 1_000_000
+"""--mem-fraction-static is reported in these parts, rounded up: given as a flag it has room for the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +157,9 @@ def size_memory(given: SizingInput) -> Sizing:
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:
         return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for")
-    fraction = (ledger.weight_bytes + ledger.kv_bytes) / given.machine.total_bytes
-    return Sizing(
-        ledger, reason, running, running_reason, round(fraction, 4), "weights and KV of the ledger / total memory"
-    )
+    static = (ledger.weight_bytes + ledger.kv_bytes) / given.machine.total_bytes
+    fraction = math.ceil(static * FRACTION_STEPS) / FRACTION_STEPS
+    return Sizing(ledger, reason, running, running_reason, fraction, "weights and KV of the ledger / total memory")
 
 
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
@@ -319,13 +322,13 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
 
 
 def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
-    """SGLang's clamp(tokens / context * 512, 2048, 4096), at most tokens / 2, with a cap of the device."""
+    """SGLang's clamp(tokens / context * 512, 2048, 4096), at most tokens / 2, one a page, and a cap of the device."""
     running = given.shape.running
     if not given.running_is_auto:
         return running, "asked for"
-    half = max(1, tokens // 2)
-    if half < running:
-        return half, f"half of the {tokens} KV tokens"
+    each = max(2, given.page_size)
+    if (most := max(1, tokens // each)) < running:
+        return most, f"{tokens} KV tokens, at least {each} for each"
     if given.machine.device == "cpu":
         reason = "SGLang's rule gives 2048 or more; on a CPU a step's time grows with every request"
     else:

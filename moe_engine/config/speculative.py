@@ -31,8 +31,7 @@ class SpeculativeArgs:
         "checkpoint's own multi-token-prediction layers; STANDALONE: a small model of the same vocabulary; NGRAM: what "
         "followed the last words earlier in the text, without any model. Left out: one token a step.",
         aliases=("--speculative-algo",),
-        choices=("NEXTN", "STANDALONE", "NGRAM"),
-        synonyms={"EAGLE": "NEXTN"},
+        choices=("NEXTN", "EAGLE", "STANDALONE", "NGRAM"),
         later={"EAGLE3": EAGLE_HEADS, **dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters")},
         parse=str.upper,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from moe_engine.config.field import FieldInfo, Flag
@@ -36,10 +37,16 @@ def refuse_later(given: str, part: str, instead: str) -> NotAvailableYet:
     return NotAvailableYet(f"{given}: not available yet in moe-engine (comes with {part}); {instead}")
 
 
-def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
-    """`` (did you mean X?)`` or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+def nearest(word: str, known: Sequence[str], cutoff: float = 0.75) -> str | None:
+    """The known word that is most like `word`, where one is like it enough."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """`` (did you mean X?)`` or nothing. All `known` words must be accepted."""
+    close = nearest(word, known, cutoff=0.6)
+    return f" (did you mean {close}?)" if close else ""
 
 
 def to_field_value(info: FieldInfo, value: Any) -> Any:
@@ -54,6 +61,8 @@ def to_field_value(info: FieldInfo, value: Any) -> Any:
     if value is None:
         if info.optional:
             return None
+        if info.default == "auto":
+            return info.default  # SGLang's name for it in a dump of flags
         raise ConfigError(f"{info.option}: needs a value")
     converted = _convert(info, value)
     return _choose(info.option, info.flag, converted, info.default) if isinstance(converted, str) else converted
@@ -113,4 +122,4 @@ def _choose(option: str, flag: Flag, value: str, default: Any) -> str:
     if value in flag.later:
         instead = f"leave it out or use one of: {listed}"
         raise refuse_later(f"{option} {value}", flag.later[value], instead)
-    raise ConfigError(f"{option} {value}: unknown value{nearest(value, allowed)}; choose one of: {listed}")
+    raise ConfigError(f"{option} {value}: unknown value{did_you_mean(value, allowed)}; choose one of: {listed}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moe_engine.engine.messages import AddRequest, RequestDelta
@@ -27,6 +27,10 @@ class EngineInfo:
     dtype: str
     weight_bytes: int = 0
     kv_bytes: int = 0
+    graph_bytes: int = 0
+    """What the ledger counts for recorded steps; 0 where none were recorded."""
+    backends: dict[str, str] = field(default_factory=dict)
+    """Name of the backend that computes, by kernel family."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moe_engine import logs
+from moe_engine.config.ledger import GRAPHS_ROW
 from moe_engine.config.machine import probe_machine
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.resolve import ResolvedConfig, step_shape
@@ -62,7 +63,13 @@ def make_core(
             _available_gb(config),
         ),
     )
-    sizes = {"weight_bytes": worker.info.weight_bytes, "kv_bytes": worker.info.kv_bytes}
+    own = {
+        "weight_bytes": worker.info.weight_bytes,
+        "kv_bytes": worker.info.kv_bytes,
+        "chunked_prefill_size": config.chunked_prefill_size,
+        "max_running_requests": config.max_running_requests,
+        "schedule_conservativeness": config.schedule_conservativeness,
+    }
     return EngineCore(
         Scheduler(scheduler_config(config)),
         driver,
@@ -72,7 +79,7 @@ def make_core(
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
         random_seed=config.random_seed,
-        worker_stats=lambda: sizes | worker.state(),
+        worker_stats=lambda: own | worker.state(),
         experts=ExpertCalls(driver, config.experts.directory),
         check=check,
         lockstep=lockstep,
@@ -217,6 +224,7 @@ def core_info(config: ResolvedConfig, worker: Worker) -> dict[str, Any]:
         "dtype": config.dtype,
         "weight_bytes": worker.info.weight_bytes,
         "kv_bytes": worker.info.kv_bytes,
+        "graph_bytes": config.ledger.bytes_of(GRAPHS_ROW) if worker.info.num_graphs else 0,
         "backends": {c.family: c.row.name for c in worker.info.choices},
         "worker": {k: v for k, v in asdict(worker.info).items() if k != "choices"},
     }

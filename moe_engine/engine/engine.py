@@ -13,18 +13,19 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_flags import kernel_flags, launch_flags
 from moe_engine.config.launch_plan import prepare
 from moe_engine.engine.client import CoreClient
 from moe_engine.engine.client_api import EngineInfo, Health
 from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.frontend import Frontend
-from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.engine.generate_input import LATER_FIELDS, GenerateInput, refuse_later_fields
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
-from moe_engine.errors import EngineDeadError
+from moe_engine.errors import EngineDeadError, NotAvailableYet
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class Engine:
             ``{"text", "output_ids", "meta_info"}`` or a list of them; with `stream` an iterator of growing answers.
 
         Raises:
-            InputError: naming the field at fault.
+            InputError: naming the field at fault, or one that is not available yet.
             EngineDeadError: the engine process is gone.
             TypeError: a field that there is not.
         """
@@ -154,11 +155,21 @@ class Engine:
 
     # -- control
 
-    def encode(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, as `generate` sees it."""
         if self._frontend.tokenizer is None:
             raise ValueError("this engine runs with skip_tokenizer_init: it has no tokenizer")
         return self._frontend.tokenizer.encode(text)
+
+    def encode(self, *args: Any, **fields: Any) -> NoReturn:
+        """SGLang's name for embeddings.
+
+        Raises:
+            NotAvailableYet: always.
+        """
+        raise NotAvailableYet(
+            "Engine.encode: embeddings are not available yet in moe-engine; Engine.tokenize gives a text's token ids"
+        )
 
     def flush_cache(self) -> bool:
         """Forgets cached prefixes; False while requests run."""
@@ -169,14 +180,15 @@ class Engine:
         self._loop.call_soon_threadsafe(lambda: self._frontend.abort(rid, all=abort_all))
 
     def get_server_info(self) -> dict[str, Any]:
-        """The flags, the engine's facts and the scheduler's state."""
+        """The flags in force (see `config.launch_flags`), the engine's facts and the state of each scheduler."""
         states = self._run(self._frontend.client.call("internal_state"))
         facts = {
             "max_total_num_tokens": self.info.max_total_num_tokens,
             "max_req_input_len": self.info.max_req_input_len,
             "context_len": self.info.context_len,
         }
-        return {**self.config.flat(), **facts, "internal_states": states}
+        flags = launch_flags(self.config) | kernel_flags(self.info.backends)
+        return {**flags, **facts, "internal_states": states}
 
     def health(self) -> Health:
         return self._frontend.client.health()
@@ -223,6 +235,10 @@ class Engine:
 
 
 def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> GenerateInput:
+    refuse_later_fields(fields)
+    fields = {name: value for name, value in fields.items() if name not in LATER_FIELDS}
+    if "data_parallel_rank" in fields:  # an older name
+        fields.setdefault("routed_dp_rank", fields.pop("data_parallel_rank"))
     known = GenerateInput.__dataclass_fields__
     if unknown := [name for name in fields if name not in known]:
         raise TypeError(f"generate() has no field {unknown[0]!r}; those of /generate are {', '.join(known)}")

@@ -18,6 +18,13 @@ MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_SEQUENCES = 65536
 """Most sequences (prompts times n) of one request."""
 
+LATER_FIELDS = (
+    "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "custom_logit_processor",
+    "bootstrap_host", "bootstrap_room", "return_hidden_states", "return_routed_experts", "max_thinking_tokens",
+    "cache_salt",
+)  # fmt: skip
+"""Fields of SGLang's /generate that a later part brings."""
+
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -56,6 +63,13 @@ class GenerateInput:
     """How the client calls these, for messages."""
     max_tokens_asked: bool = True
     """With `SamplingParams`: whether their `max_new_tokens` is the client's own or a default, which may be cut."""
+
+
+def refuse_later_fields(fields: Mapping[str, Any]) -> None:
+    """Raises InputError for fields that a later part brings, unless they are unset."""
+    for name in LATER_FIELDS:
+        if fields.get(name) not in (None, False, [], {}):
+            raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
 
 
 @dataclass(frozen=True, slots=True)

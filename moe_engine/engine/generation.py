@@ -50,6 +50,7 @@ class Generation:
         prompt_text: str | None = None,
         no_output: bool = False,
         observed: bool = True,
+        weight_version: str = "default",
     ) -> None:
         self.request = request
         self.rid = request.rid
@@ -60,6 +61,7 @@ class Generation:
         self.prompt_index = prompt_index
         self.options = logprobs
         self.observed = observed
+        self.weight_version = weight_version
         self.tokenizer = tokenizer
         self.text = ""
         self.output_ids: list[int] = []
@@ -177,7 +179,7 @@ class Generation:
             "id": self.rid,
             "finish_reason": self.finish,
             "prompt_tokens": len(self.prompt_ids),
-            "weight_version": "default",
+            "weight_version": self.weight_version,
             "total_retractions": self.retractions,
             "num_retractions": self.retractions,
             "completion_tokens": len(self.output_ids),

@@ -33,6 +33,7 @@ class FrontendSettings:
     stream_interval: int = 1
     incremental_streaming_output: bool = False
     allow_auto_truncate: bool = False
+    weight_version: str = "default"
     preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
 
@@ -194,6 +195,7 @@ class Preparer:
             prompt_text=prompt.text,
             no_output=prompt.max_new_tokens == 0,
             observed=inp.log_metrics,
+            weight_version=self._settings.weight_version,
         )
 
 

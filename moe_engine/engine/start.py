@@ -90,5 +90,6 @@ def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
         stream_interval=config.scheduling.stream_interval,
         incremental_streaming_output=server.incremental_streaming_output,
         allow_auto_truncate=server.allow_auto_truncate,
+        weight_version=server.weight_version,
         preferred_sampling_params=json.loads(server.preferred_sampling_params),
     )

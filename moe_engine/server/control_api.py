@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from moe_engine.config.launch_flags import kernel_flags
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.errors import InputError, MoeEngineError, NotAvailableYet
 from moe_engine.server.http_io import json_response, plain_floats, unless_gone
@@ -64,7 +65,7 @@ class ControlApi:
                 "tokenizer_path": settings.tokenizer_path or info.model_path,
                 "is_generation": True,
                 "preferred_sampling_params": dict(settings.frontend.preferred_sampling_params) or None,
-                "weight_version": "default",
+                "weight_version": settings.frontend.weight_version,
                 "served_model_name": self._state.model_name,
                 "model_type": info.model_type,
                 "architectures": list(info.architectures),
@@ -86,12 +87,13 @@ class ControlApi:
         return json_response(
             plain_floats(
                 {
+                    "max_running_requests": info.max_running_requests,
                     **self._state.settings.server_args,
+                    **kernel_flags(info.backends),
                     **hidden,
                     "status": "ready",
                     "max_total_num_tokens": info.max_total_num_tokens,
                     "max_req_input_len": info.max_req_input_len,
-                    "max_running_requests": info.max_running_requests,
                     "last_gen_throughput": throughput,
                     "alive_dp_ranks": [rank for rank, health in enumerate(healths) if health.alive],
                     "lost_dp_ranks": {str(rank): health.dead for rank, health in enumerate(healths) if health.dead},
@@ -108,7 +110,7 @@ class ControlApi:
         return {
             "weight": round(info.weight_bytes / gib, 3),
             "kvcache": round(info.kv_bytes / gib, 3),
-            "graph": 0,
+            "graph": round(info.graph_bytes / gib, 3),
             "token_capacity": info.max_total_num_tokens,
         }
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from moe_engine import logs
 from moe_engine.config import explain
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_flags import launch_flags
 from moe_engine.config.launch_plan import place_in_cluster, prepare
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine.core_handle import CoreHandle
@@ -194,5 +195,5 @@ def server_settings(config: ResolvedConfig) -> ServerSettings:
         sampling_defaults=load_sampling_defaults(config.model_path) if server.sampling_defaults == "model" else {},
         skip_tokenizer_init=model.skip_tokenizer_init,
         watchdog_timeout=server.watchdog_timeout,
-        server_args=config.flat(),
+        server_args=launch_flags(config),
     )

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from moe_engine.engine.frontend import Job
-from moe_engine.engine.generate_input import GenerateInput, check_token_ids
+from moe_engine.engine.generate_input import GenerateInput, check_token_ids, refuse_later_fields
 from moe_engine.errors import InputError
 from moe_engine.server.errors import native_body
 from moe_engine.server.http_io import EventStream, json_response, read_object, sse, unless_gone
@@ -22,20 +22,8 @@ _FIELDS = (
     "token_ids_logprob", "priority", "extra_key",
     "routed_dp_rank",
 )  # fmt: skip
-_LATER = (
-    "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "custom_logit_processor",
-    "bootstrap_host", "bootstrap_room", "return_hidden_states", "return_routed_experts", "max_thinking_tokens",
-    "cache_salt",
-)  # fmt: skip
 FLUSH_POLL_SECONDS = 0.1
 MAX_FLUSH_SECONDS = 3600
-
-
-def refuse_later(body: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raises InputError for fields that a later part brings, unless they are unset."""
-    for name in names:
-        if body.get(name) not in (None, False, [], {}):
-            raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
 
 
 def boolean(body: dict[str, Any], name: str) -> bool:
@@ -62,7 +50,7 @@ class NativeApi:
 
     async def generate(self, request: Request) -> Response:
         body = await read_object(request, self._state.settings.max_body_bytes)
-        refuse_later(body, _LATER)
+        refuse_later_fields(body)
         if body.get("routed_dp_rank") is None:  # its older name
             body["routed_dp_rank"] = body.get("data_parallel_rank")
         inp = GenerateInput(**{name: body[name] for name in _FIELDS if body.get(name) is not None})

@@ -123,7 +123,7 @@ class ChatApi:
             "model": model,
             "choices": choices,
             "usage": self._usage(job.generations, parsers),
-            "metadata": {"weight_version": "default"},
+            "metadata": {"weight_version": job.generations[0].weight_version},
         }
 
     async def _events(self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions) -> AsyncGenerator[bytes]:

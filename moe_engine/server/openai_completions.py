@@ -106,7 +106,7 @@ class CompletionsApi:
         return self._head(job, model) | {
             "choices": choices,
             "usage": usage,
-            "metadata": {"weight_version": "default"},
+            "metadata": {"weight_version": job.generations[0].weight_version},
         }
 
     async def _events(self, req: CompletionRequest, job: Job, model: str) -> AsyncGenerator[bytes]:

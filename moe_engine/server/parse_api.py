@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from fastapi import Request, Response
 
+from moe_engine.config.field import fields_of
+from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
 from moe_engine.server.http_io import json_response, read_object
 from moe_engine.server.openai_messages import check_tools
@@ -55,8 +58,18 @@ def _text(body: dict[str, Any]) -> str:
     return text
 
 
+@lru_cache
+def _later(field: str) -> frozenset[str]:
+    """Names that the flag of the same name knows and a later part brings."""
+    return frozenset(next(info.flag.later for info in fields_of(ServerArgs) if info.name == field))
+
+
 def _choice(body: dict[str, Any], field: str, default: str | None, known: tuple[str, ...]) -> str:
     name = body.get(field, default)
+    if name in _later(field):
+        raise InputError(
+            f"{field}: {name!r:.40} is not available yet in moe-engine; choose one of {', '.join(known)}", field=field
+        )
     if name not in known:
         raise InputError(f"{field}: choose one of {', '.join(known)}, got {name!r:.40}", field=field)
     return str(name)

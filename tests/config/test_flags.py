@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_engine.config.args import PARTS, EngineArgs, build_parser
-from moe_engine.config.field import fields_of, flag
-from moe_engine.config.flags import known_options
-from moe_engine.config.later import DROPPED, LATER, SATISFIED
+from moe_engine.config.dropped import DROPPED, FOREIGN, SATISFIED
+from moe_engine.config.field import fields_of, flag, option_of
+from moe_engine.config.flags import known_options, parse_flags
+from moe_engine.config.later import LATER
 from moe_engine.config.values import parse_count
 from moe_engine.errors import ConfigError, NotAvailableYet
 
@@ -110,11 +113,18 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--lora-paths a b", "--lora-paths a b: not available yet"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prompts"),
         ("--disaggregation-mode decode", "separate engines"),
-        ("--grammar-backend outlines", "structured output"),
+        ("--grammar-backend llguidance", "structured output"),
         ("--enable-hicache", "hierarchical KV cache"),
         ("--cpu-offload-gb 4", "weights kept in RAM"),
         ("--kv-cache-dtype nvfp4", "KV caches of 4 bits"),
-        ("--attention-backend trtllm_mla", "the GPU backends"),
+        ("--attention-backend trtllm_mla", "TensorRT-LLM kernels"),
+        ("--attention-backend aiter", "other accelerators"),
+        ("--triton-attention-num-kv-splits 16", "settings of single Triton kernels"),
+        ("--triton-attention-reduce-in-fp32", "settings of single Triton kernels"),
+        ("--flashinfer-mla-disable-ragged", "the form of prompt attention"),
+        ("--enable-piecewise-cuda-graph", "CUDA graphs of prompts"),
+        ("--enable-llama4-multimodal", "multimodal models"),
+        ("--quantization marlin", "other quantisation schemes"),
         ("--quantization awq", "other quantisation schemes"),
         ("--load-format gguf", "other checkpoint formats"),
         ("--tool-call-parser qwen25", "more output parsers"),
@@ -153,17 +163,115 @@ def test_satisfied_switch_is_noted():
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_dropped_flags_name_their_replacement(name):
+    row = DROPPED[name]
     with pytest.raises(ConfigError, match="gone from SGLang") as refusal:
         EngineArgs.from_kwargs(**{name: True})
-    assert DROPPED[name] in str(refusal.value)
+    assert row.reason in str(refusal.value)
     with pytest.raises(ConfigError, match="gone from SGLang"):
-        cli("--" + name.replace("_", "-"))
+        cli(row.option)
+    if not row.is_switch:
+        with pytest.raises(ConfigError, match="gone from SGLang"):
+            cli(f"{row.option} 77")
+
+
+@pytest.mark.parametrize("row", [*LATER.values(), *DROPPED.values()], ids=lambda row: row.name)
+def test_a_refusal_recommends_nothing_that_is_refused(row):
+    """The flags and values that the message names as a way out."""
+    with pytest.raises(ConfigError) as refusal:
+        EngineArgs.from_kwargs(**{row.name: True if row.is_switch else "unheard-of"})
+    text = str(refusal.value)
+    for advice in re.findall(r"use (--[a-z0-9-]+(?: [a-z0-9_]+)?)", text):
+        assert cli(advice).given, text
+    if found := re.search(r"leave it out or use (\S+)$", text):
+        assert EngineArgs.from_kwargs(**{row.name: found[1]}) == EngineArgs()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--grammar-backend xgrammar", "structured output"),
+        ("--grammar-backend outlines", "structured output"),
+        ("--max-loras-per-batch 8", "LoRA adapters"),
+        ("--lora-backend triton", "LoRA adapters"),
+        ("--hicache-ratio 2", "hierarchical KV cache"),
+        ("--disaggregation-transfer-backend mooncake", "separate engines"),
+        ("--ds-heavy-token-num 256", "gone from SGLang too"),
+        ("--disable-fast-image-processor", "no image processor"),
+        ("--disable-piecewise-cuda-graph", "without CUDA graphs"),
+    ],
+)
+def test_settings_of_absent_parts_are_noted(text, words):
+    (note,) = cli(text).notes
+    assert text.split()[0] in note and "nothing to do" in note and words in note
+
+
+def test_flags_that_describe_this_engine_need_no_note():
+    assert not cli("--pp-size 1 --cpu-offload-gb 0 --radix-eviction-policy lru --grammar-backend none").notes
+
+
+# -- suggestions
+
+ACCEPTED = {spelling for info in ALL_FIELDS for spelling in info.spellings} | {option_of(name) for name in SATISFIED}
+REFUSED = {spelling for row in (*LATER.values(), *DROPPED.values()) for spelling in (row.option, *row.spellings)}
+
+
+@st.composite
+def misspellings(draw: st.DrawFn) -> str:
+    """A flag of SGLang with one to three letters lost, doubled, exchanged or replaced."""
+    letters = list(draw(st.sampled_from(sorted(ACCEPTED | REFUSED))).removeprefix("--"))
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, len(letters) - 1))
+        change = draw(st.sampled_from(["lose", "double", "exchange", "replace"]))
+        if change == "lose" and len(letters) > 3:
+            del letters[place]
+        elif change == "double":
+            letters.insert(place, letters[place])
+        elif change == "exchange" and place:
+            letters[place - 1], letters[place] = letters[place], letters[place - 1]
+        else:
+            letters[place] = draw(st.sampled_from("abcdefghijklmnopqrstuvwxyz-"))
+    return "--" + "".join(letters)
+
+
+@settings(max_examples=400, deadline=None)
+@given(misspellings())
+def test_suggestions_are_accepted_flags(word):
+    try:
+        parse_flags(build_parser(), [word])
+    except ConfigError as error:
+        text = str(error)
+        for pattern in (r"did you mean (--[^?]+)\?", r"could match (.+)$"):
+            for suggestion in (found[1] if (found := re.search(pattern, text)) else "").split(", "):
+                assert not suggestion or suggestion in ACCEPTED or not _any_accepted(word, pattern), text
+
+
+def _any_accepted(word: str, pattern: str) -> bool:
+    """An ambiguous abbreviation of refused flags alone may name these."""
+    return "match" not in pattern or any(option.startswith(word) for option in ACCEPTED)
+
+
+def test_some_misspellings_are_recognised():
+    for option in ACCEPTED - {option for option in ACCEPTED if len(option) < 9}:
+        wrong = option[:5] + option[6:] + "x"
+        if wrong not in ACCEPTED | REFUSED:
+            with pytest.raises(ConfigError, match=r"did you mean --\S+\?"):
+                cli(wrong)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_flags_of_docker_are_named_as_such(name):
+    with pytest.raises(ConfigError, match="a flag of `docker run`"):
+        cli(f"{option_of(name)} 32g")
+    with pytest.raises(ConfigError, match="a flag of `docker run`"):
+        EngineArgs.from_kwargs(**{name: "32g"})
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("--page-sise 3", "did you mean --page-size?"),
+        ("--enable-foo", "--enable-foo: unknown flag; --help lists all flags"),
+        ("--m-fraction-static 0.8", "did you mean --mem-fraction-static?"),
         ("--frobnicate", "--frobnicate: unknown flag; --help lists all flags"),
         ("stray", "stray argument"),
         ("--page-size x", "--page-size x: expected a whole number"),

@@ -174,9 +174,17 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("small", {"tp": 16}, ["4 attention heads", "16 ranks", "4 could", "with --tp-size 16: --attn-dp-size 4"]),
     ("small", {"tp": 4, "attn_dp_size": 3}, ["--attn-dp-size 3", "--tp-size 4", "2 or 4 would"]),
     ("small", {"tp": 4, "attn_dp_size": 0}, ["--attn-dp-size 0", "--tp-size 4", "1 would"]),
-    ("small", {"tp": 2, "dp": 4, "enable_dp_attention": True}, ["--attn-dp-size 4", "--tp-size 2", "2 would"]),
+    ("small", {"tp": 2, "dp": 4, "enable_dp_attention": True},
+     ["--enable-dp-attention --dp-size 4 with --tp-size 2", "use --tp-size 4"]),
     ("small", {"tp": 4, "ep": 3}, ["--ep-size 3", "--tp-size 4", "2 or 4 would"]),
-    ("small", {"ep": 2}, ["--ep-size 2", "--tp-size 1", "1 would"]),
+    ("small", {"dp": 8, "enable_dp_attention": True},
+     ["--enable-dp-attention --dp-size 8 with --tp-size 1", "8 attention groups", "add --tp-size 8"]),
+    ("small", {"tp": 4, "dp": 3, "enable_dp_attention": True}, ["--dp-size 3 does not divide --tp-size 4"]),
+    ("small", {"tp": 8, "dp": 1, "enable_dp_attention": True}, ["8 ranks (--tp-size / --dp-size)", "--dp-size 2"]),
+    ("small", {"attn_dp_size": 2}, ["--attn-dp-size 2 with --tp-size 1", "add --tp-size 2"]),
+    ("small", {"ep": 2}, ["--ep-size 2 with --tp-size 1", "add --tp-size 2"]),
+    ("small", {"nnodes": 2}, ["--nnodes 2 with --tp-size 1", "add --tp-size 2"]),
+    ("small", {"tp": 2, "nnodes": 4}, ["--nnodes 4 with --tp-size 2", "use --tp-size 4"]),
     ("small", {"tp": 4, "nnodes": 3, "dist_init_addr": "a:1"}, ["--nnodes 3", "--tp-size 4", "2 or 4 would"]),
     ("small", {"tp": 4, "moe_dense_tp_size": 2}, ["--moe-dense-tp-size 2", "leave the flag out, or 4", "(1)"]),
     ("small", {"tp": 2, "enable_dp_lm_head": True}, ["--enable-dp-lm-head", "--attn-dp-size above 1"]),
@@ -214,6 +222,14 @@ def test_refusals_name_the_flags_and_what_would_do(models, model, flags, words) 
     with pytest.raises(ConfigError) as refusal:
         plan_of(models[model], **flags)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+def test_too_many_nodes_of_a_launcher_are_its_word(models) -> None:
+    place = ClusterPlace(2, 1, "node0:20001", 0, "SLURM_* of job 7")
+    with pytest.raises(ConfigError) as refusal:
+        plan_of(models["small"], place)
+    assert "2 nodes (SLURM_* of job 7)" in str(refusal.value) and "add --tp-size 2" in str(refusal.value)
+    assert "--nnodes" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

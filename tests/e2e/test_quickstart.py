@@ -11,6 +11,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.contradictions import HIDDEN
+from moe_engine.config.launch_flags import launch_flags
+from moe_engine.config.launch_plan import prepare
 from moe_engine.models.demo import CHECKPOINT_DIR
 from tests.e2e.server_process import ServerProcess
 
@@ -147,3 +151,14 @@ def test_checkpoint_is_as_deepseek_ships(tmp_path: Path) -> None:
     assert f"model.layers.{layers}.eh_proj.weight" in index
     assert "model.layers.1.mlp.experts.0.down_proj.weight_scale_inv" in index
     assert sum(f.stat().st_size for f in CHECKPOINT_DIR.parent.rglob("*") if f.is_file()) < 12 * 2**20
+
+
+def test_the_flags_of_server_info_start_the_same_engine(server: ServerProcess) -> None:
+    with server.client() as client:
+        info = client.get("/get_server_info", headers={"Authorization": f"Bearer {KEY}"}).json()
+    assert info["attention_backend"] != "auto" != info["sampling_backend"]
+    args = EngineArgs.from_kwargs()
+    flags = {name: value for name, value in info.items() if name in args.flat() and value != HIDDEN}
+    config = prepare(EngineArgs.from_kwargs(**flags))
+    again = json.loads(json.dumps(launch_flags(config)))
+    assert {name: again[name] for name in flags} == flags

@@ -18,7 +18,7 @@ import pytest
 
 import moe_engine
 from moe_engine import Engine
-from moe_engine.errors import ConfigError, EngineDeadError, InputError
+from moe_engine.errors import ConfigError, EngineDeadError, InputError, NotAvailableYet
 from tests.models.checkpoints import make_checkpoint
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -42,7 +42,7 @@ def test_one_prompt_and_many(engine: Engine) -> None:
     assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
     many = engine.generate(["hello", "other"], GREEDY)
     assert isinstance(many, list) and many[0]["output_ids"] == one["output_ids"]
-    by_ids = engine.generate(input_ids=engine.encode("hello"), sampling_params=GREEDY)
+    by_ids = engine.generate(input_ids=engine.tokenize("hello"), sampling_params=GREEDY)
     assert by_ids["output_ids"] == one["output_ids"]  # type: ignore[call-overload]
 
 
@@ -94,6 +94,12 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
         engine.generate()
     with pytest.raises(InputError, match=r"^prompt: expected a string or a list of strings, got tuple"):
         engine.generate(("a", "b"))  # type: ignore[arg-type]
+    for field, value in (("lora_path", "a"), ("image_data", ["x.png"]), ("return_hidden_states", True)):
+        with pytest.raises(InputError, match=f"{field}: not available yet"):
+            engine.generate("hello", GREEDY, **{field: value})
+        engine.generate("hello", GREEDY, **{field: None})
+    with pytest.raises(NotAvailableYet, match=r"embeddings are not available yet.*Engine.tokenize"):
+        engine.encode("hello")
     with pytest.raises(TypeError, match=r"no field 'top_logprob'; .*top_logprobs_num"):
         engine.generate("a", top_logprob=1)
     assert engine.generate("hello", GREEDY)

@@ -178,6 +178,32 @@ def test_facts():
     assert get(client, "/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
 
 
+def test_weight_version_everywhere():
+    named = {"weight_version": "2026-08-01"}
+    answers = [
+        post(FakeClient(), "/v1/chat/completions", {"model": "tiny", **CHAT}, **named).json()["metadata"],
+        post(FakeClient(), "/v1/completions", {"model": "tiny", "prompt": "hi"}, **named).json()["metadata"],
+        post(FakeClient(), "/generate", {"text": "hi"}, **named).json()["meta_info"],
+        get(FakeClient(), "/model_info", **named).json(),
+    ]
+    assert [answer["weight_version"] for answer in answers] == ["2026-08-01"] * 4
+
+
+def test_backends_and_graphs_in_force():
+    """What the worker chose and recorded, not what was asked for."""
+    chosen = ("fa3", "deep_gemm", "triton", "torch", "flashinfer")
+    backends = dict(zip(("attention", "experts", "linear", "ops", "sampling"), chosen))
+    client = FakeClient(backends=backends, graph_bytes=3 << 29, weight_bytes=1 << 30)
+    asked = dict.fromkeys(("attention_backend", "moe_runner_backend", "linear_backend", "sampling_backend"), "auto")
+    info = get(client, "/server_info", server_args={**asked, "max_running_requests": 40}).json()
+    shown = ("attention_backend", "moe_runner_backend", "linear_backend", "ops_backend", "sampling_backend")
+    assert [info[name] for name in shown] == list(chosen)
+    assert info["internal_states"][0]["memory_usage"] == {
+        "weight": 1.0, "kvcache": 0.0, "graph": 1.5, "token_capacity": 1024,
+    }  # fmt: skip
+    assert info["max_running_requests"] == 40  # of all attention groups, as the flag
+
+
 def test_loads_of_one_rank():
     client = FakeClient()
     client.healths = lambda: [Health(True, True, 7, 0.0, 0.0, running, 2, 512) for running in (1, 4)]
@@ -271,6 +297,9 @@ def test_parsers_as_endpoints():
     body = {"text": text, "tools": [{"function": {"name": "f"}}], "tool_call_parser": "deepseekv31"}
     got = post(FakeClient(), "/parse_function_call", body).json()
     assert got == {"normal_text": "ok ", "calls": [{"tool_index": 0, "name": "f", "parameters": '{"a": 1}'}]}
+    for name in ("qwen25", "mistral", "llama3"):
+        later = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": name})
+        assert later.status_code == 400 and "not available yet" in later.json()["error"]["message"]
     response = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": "x"})
     assert "tool_call_parser: choose one of deepseekv3, deepseekv31" in response.json()["error"]["message"]
 

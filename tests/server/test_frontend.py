@@ -28,6 +28,11 @@ def stream(client, settings=None, **fields):
     return asyncio.run(main())
 
 
+def test_weight_version_is_the_operators():
+    settings = FrontendSettings(weight_version="2026-08-01")
+    assert generate(FakeClient(), settings, text="Hello")["meta_info"]["weight_version"] == "2026-08-01"
+
+
 def test_output_shape():
     client = FakeClient()
     out = generate(client, text="Hello", rid="me")

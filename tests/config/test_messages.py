@@ -1,0 +1,129 @@
+"""Notes and refusals say what was typed, what it does here and what to do instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_plan import prepare
+from moe_engine.config.remarks import DEPENDENTS, unread_variables
+from moe_engine.errors import ConfigError, NotAvailableYet
+from tests.config.conftest import SMALL, machine
+from tests.config.test_parallel import EIGHT, LLAMA
+
+# -- flags without effect
+
+TWO_RANKS = {"tp_size": 2}
+ANOTHER: dict[str, Any] = {
+    "log_requests_level": 1,
+    "priority_scheduling_preemption_threshold": 3,
+    "torch_compile_max_bs": 8,
+    "torch_compile_cache_dir": "/cache",
+    "tbo_token_distribution_threshold": 0.3,
+    "eplb_rebalance_layers_per_chunk": 2,
+    "eplb_min_rebalancing_utilization_threshold": 0.9,
+    "expert_distribution_recorder_buffer_size": 7,
+}
+"""A value that is not the default, of each dependent flag."""
+
+
+@pytest.mark.parametrize("name", DEPENDENTS)
+def test_flags_that_need_another_are_noted(resolved, name):
+    option, needed = ("--" + word.replace("_", "-") for word in (name, DEPENDENTS[name]))
+    notes = resolved(**{name: ANOTHER[name]}).notes
+    assert [note for note in notes if option in note] == [f"{option} does nothing without {needed}"]
+    default = EngineArgs().flat()[name]
+    assert not any(option in note for note in resolved(**{name: default}).notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"base_gpu_id": 1}, "--base-gpu-id 1: nothing to do"),
+        ({"gpu_id_step": 2}, "--gpu-id-step 2: nothing to do"),
+        ({"deepep_mode": "normal"}, "--deepep-mode normal: nothing to do"),
+        ({"deepep_mode": "normal", **TWO_RANKS}, "--deepep-mode normal: nothing to do"),
+        ({"max_dispatch_tokens_per_rank": 64, **TWO_RANKS}, "--max-dispatch-tokens-per-rank 64: nothing to do"),
+        ({"enable_deepep_moe": True}, "--enable-deepep-moe: nothing to do"),
+        ({"moe_a2a_backend": "all_to_all"}, "--moe-a2a-backend all_to_all: nothing to do"),
+        ({"enable_ep_moe": True}, "--enable-ep-moe: nothing to do"),
+        ({"disable_custom_all_reduce": True}, "--disable-custom-all-reduce: nothing to do"),
+    ],
+    ids=str,
+)
+def test_flags_of_ranks_and_gpus_that_are_not_there_are_noted(resolved, flags, words):
+    assert sum(words in note for note in resolved(EIGHT, **flags).notes) == 1
+
+
+def test_the_same_flags_where_they_act_are_not_noted(resolved):
+    flags = {"deepep_mode": "normal", "moe_a2a_backend": "all_to_all", "max_dispatch_tokens_per_rank": 64}
+    assert not any("nothing to do" in note for note in resolved(EIGHT, **flags, **TWO_RANKS).notes)
+
+
+def test_variables_of_sglang_that_are_not_read():
+    environ = {
+        "SGL_ENABLE_JIT_DEEPGEMM": "1",
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "1",
+        "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "256",
+        "SGLANG_SOMETHING": "1",
+        "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": "/dumps",
+        "PATH": "/bin",
+    }
+    found = unread_variables(environ)
+    assert len(found) == 4 and not any("RECORDER" in line or "PATH" in line for line in found)
+    assert sum("DeepGEMM" in line and "--moe-runner-backend" in line for line in found) == 2
+    assert any("--max-dispatch-tokens-per-rank" in line for line in found)
+
+
+def test_a_start_notes_the_variables(model_dir, monkeypatch):
+    monkeypatch.setenv("SGL_ENABLE_JIT_DEEPGEMM", "1")
+    config = prepare(EngineArgs.from_kwargs(model_path=str(model_dir()), load_format="dummy"), machine())
+    assert any("SGL_ENABLE_JIT_DEEPGEMM" in note for note in config.notes)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.Q4_K_M.gguf", "model.pt"])
+def test_weights_of_another_format_are_named(model_dir, name):
+    folder: Path = model_dir()
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(NotAvailableYet) as refusal:
+        prepare(EngineArgs.from_kwargs(model_path=str(folder)), machine())
+    text = str(refusal.value)
+    assert name in text and "not available yet" in text and "convert" in text
+
+
+def test_quantising_while_loading_is_refused_in_one_sentence(resolved):
+    with pytest.raises(NotAvailableYet) as refusal:
+        resolved(quantization="fp8")
+    assert str(refusal.value).count("config.json") == 1 and "--quantization fp8" in str(refusal.value)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "eagle"])
+def test_the_drafter_is_named_as_it_was_typed(resolved, model_dir, algorithm):
+    with pytest.raises(ConfigError) as refusal:
+        resolved(LLAMA, speculative_algorithm=algorithm)
+    text = str(refusal.value)
+    assert f"--speculative-algorithm {algorithm.upper()}:" in text and "EAGLE heads" in text and "NGRAM" in text
+    with pytest.raises(ConfigError, match=f"--speculative-algorithm {algorithm.upper()} with --attn-dp-size 2"):
+        resolved({**EIGHT, "num_nextn_predict_layers": 2}, speculative_algorithm=algorithm, tp_size=2, attn_dp_size=2)
+
+
+def test_a_head_from_elsewhere_for_a_model_without_mtp_layers(model_dir):
+    head = model_dir(LLAMA, name="head")
+    target = model_dir(LLAMA, name="target")
+    flags = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head), "load_format": "dummy"}
+    with pytest.raises(ConfigError, match=r"--speculative-algorithm EAGLE: .*EAGLE heads .*not available yet"):
+        prepare(EngineArgs.from_kwargs(model_path=str(target), **flags), machine())
+
+
+def test_a_hidden_key_is_no_key(resolved):
+    shown = json.loads(json.dumps(resolved(SMALL, api_key="secret").flat()))
+    assert shown["api_key"] == "***"
+    with pytest.raises(ConfigError, match="/server_info hides a key"):
+        resolved(SMALL, api_key=shown["api_key"])
