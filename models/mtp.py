@@ -98,10 +98,9 @@ class MTPLayers:
         args = model.step_args(batch)
         return self._layers[layer].forward(model.embedding(input_ids), hidden, *args)
 
-    def join(self, batch: ForwardBatch) -> None:
-        """Takes part in a step of drafting of other ranks, and its logits, with a batch of nothing."""
-        v = self.forward(0, batch.input_ids, self._model.embedding(batch.input_ids), batch)
-        self.logits(v, batch.sizes)
+    def join(self, batch: ForwardBatch) -> Tensor:
+        """Takes part in a step of drafting of other ranks with a batch of nothing: v [0, D], for its `logits`."""
+        return self.forward(0, batch.input_ids, self._model.embedding(batch.input_ids), batch)
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache of a layer, for tokens whose v nobody needs. Arguments as `forward`'s."""

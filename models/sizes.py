@@ -25,6 +25,9 @@ DRAFT_CATCH_UP = 4096
 DRAFT_FEW = 16
 """Tokens of a row up to which a draft model computes them in the form of decodes."""
 
+EDIT_BYTES = 64 << 20
+"""Scratch memory of penalties and biases on logits."""
+
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""

@@ -31,8 +31,9 @@ def record_steps(
     graphs = None
     if isinstance(attention, Replayable):
         graphs = StepGraphs(
-            settings, runner.model, attention, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend
-        )
+            settings, runner.model, attention, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
+            runner.sampler.passes.rows_at_once,
+        )  # fmt: skip
     if graphs is None or not graphs.capture(progress=progress):
         logger.warning("No CUDA graphs: the %s attention backend cannot be replayed for other steps", attention.name)
         return 0

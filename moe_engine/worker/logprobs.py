@@ -8,7 +8,7 @@ Legend: S rows, V vocabulary, K rivals looked at, J token ids asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,9 +17,6 @@ from torch import Tensor
 from moe_engine.types import LogprobSpec, TokenLogprob
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.rows import PromptLogprobs
-
-MAX_LOGITS_BYTES = 64 << 20
-"""Prompt logits are made a piece at a time, each piece not larger than this."""
 
 _MIN_TOP = 32
 
@@ -33,12 +30,18 @@ class LogprobTensors:
     top: Tensor  # [S, K] float32
     top_ids: Tensor  # [S, K] int64
     asked: Tensor  # [S, J] float32
+    drafts: tuple[Tensor, Tensor] | None = None  # ids [S, N] int64, and their log-probabilities [S, N] float32
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, specs: Sequence[LogprobSpec], stream: DeviceStream
+    logits: Tensor,
+    tokens: Tensor,
+    specs: Sequence[LogprobSpec],
+    stream: DeviceStream,
+    drafts: Tensor | None = None,
 ) -> LogprobTensors:
-    """logits [S, V] float32, the token [S] of each row (invalid ones count as 0), what each row wants."""
+    """logits [S, V] float32, the token [S] of each row (invalid ones count as 0), what each row wants; drafts [S, N]
+    int64 are looked up as well, negative ones as 0."""
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, tokens.clamp_min(0)[:, None])[:, 0]
     most = max(spec.top for spec in specs)
@@ -47,23 +50,44 @@ def token_logprobs(
     longest = max(len(spec.token_ids) for spec in specs)
     ids = [list(spec.token_ids) + [0] * (longest - len(spec.token_ids)) for spec in specs]
     columns = stream.from_list(ids, torch.int64).view(len(specs), longest)
-    return LogprobTensors(tokens, chosen, top, top_ids, logprobs.gather(1, columns))
+    found = None if drafts is None else (drafts, logprobs.gather(1, drafts.clamp_min(0)))
+    return LogprobTensors(tokens, chosen, top, top_ids, logprobs.gather(1, columns), found)
 
 
 @dataclass(frozen=True)
 class PendingLogprobs:
-    """Log-probabilities on their way to the host; `specs` says which part of each row was asked for."""
+    """Log-probabilities on their way to the host; `specs` says which part of each row was asked for, `places` which
+    rows of the step these are."""
 
     specs: Sequence[LogprobSpec]
     copy: HostCopy
+    places: Sequence[int] = ()
 
     @classmethod
-    def start(cls, tensors: LogprobTensors, specs: Sequence[LogprobSpec], stream: DeviceStream) -> PendingLogprobs:
-        values = (tensors.tokens, tensors.chosen, tensors.top, tensors.top_ids, tensors.asked)
-        return cls(specs, stream.download(values))
+    def start(
+        cls, tensors: LogprobTensors, specs: Sequence[LogprobSpec], stream: DeviceStream, places: Sequence[int] = ()
+    ) -> PendingLogprobs:
+        values = [tensors.tokens, tensors.chosen, tensors.top, tensors.top_ids, tensors.asked]
+        return cls(specs, stream.download([*values, *(tensors.drafts or ())]), places)
 
     def take(self) -> list[TokenLogprob]:
-        tokens, chosen, top, top_ids, asked = (tensor.tolist() for tensor in self.copy.wait())
+        """Of the tokens that were drawn."""
+        return self._entries(list(range(len(self.specs))), None)
+
+    def take_some(self, accepted: Mapping[int, int]) -> dict[int, TokenLogprob]:
+        """By row of the step, of the tokens accepted[row]: the one drawn there, or a draft below it."""
+        at = [i for i, place in enumerate(self.places) if place in accepted]
+        places = [self.places[i] for i in at]
+        return dict(zip(places, self._entries(at, [accepted[place] for place in places])))
+
+    def _entries(self, at: list[int], accepted: list[int] | None) -> list[TokenLogprob]:
+        values = self.copy.wait()
+        if accepted is not None:
+            values = [tensor[at] for tensor in values]
+        tokens, chosen, top, top_ids, asked, *drafts = (tensor.tolist() for tensor in values)
+        for i, token in enumerate(accepted or ()):
+            if token != tokens[i]:
+                tokens[i], chosen[i] = token, drafts[1][i][drafts[0][i].index(token)]
         return [
             TokenLogprob(
                 token_id=tokens[i],
@@ -71,7 +95,7 @@ class PendingLogprobs:
                 top=tuple(zip(top_ids[i][: spec.top], top[i][: spec.top])),
                 token_ids=tuple(zip(spec.token_ids, asked[i])),
             )
-            for i, spec in enumerate(self.specs)
+            for i, spec in enumerate(self.specs[place] for place in at)
         ]
 
 
@@ -95,7 +119,7 @@ def prompt_logprobs(
     start: int,
     hidden: Tensor,
     logits_of: Callable[[Tensor], Tensor],
-    vocab_size: int,
+    rows_at_once: int,
     stream: DeviceStream,
 ) -> PendingPrompt | None:
     """Log-probabilities that the computed positions [start, start + len(hidden)) give: of the tokens one further.
@@ -103,6 +127,7 @@ def prompt_logprobs(
     Args:
         hidden: [n, D] of this request's tokens in the step.
         logits_of: hidden [m, D] -> [m, V] float32.
+        rows_at_once: most rows of logits that there may be at once.
     """
     spec = wanted.spec
     assert spec.start is not None
@@ -114,11 +139,10 @@ def prompt_logprobs(
     if first >= end:
         return PendingPrompt(row, unknown) if unknown else None
     pending = PendingPrompt(row, unknown)
-    step = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
-    for begin in range(first, end, step):
-        stop = min(begin + step, end)
+    for begin in range(first, end, rows_at_once):
+        stop = min(begin + rows_at_once, end)
         specs = [spec] * (stop - begin)
         tokens = stream.from_list(wanted.prompt[begin + 1 : stop + 1], torch.int64)
-        logits = logits_of(hidden[begin - start : stop - start])
-        pending.pieces.append(PendingLogprobs.start(token_logprobs(logits, tokens, specs, stream), specs, stream))
+        found = token_logprobs(logits_of(hidden[begin - start : stop - start]), tokens, specs, stream)
+        pending.pieces.append(PendingLogprobs.start(found, specs, stream))
     return pending

@@ -21,6 +21,7 @@ from moe_engine.worker.history import History
 from moe_engine.worker.int_table import IntTable
 from moe_engine.worker.logit_edits import LogitEdits
 from moe_engine.worker.sampling_state import SamplingState
+from moe_engine.worker.slot_tokens import SlotTokens
 
 PAD_TOKENS = 8
 """Positions a row may run past the context length: an overlapped decode whose result is dropped."""
@@ -58,7 +59,9 @@ class Rows:
         self._last_tokens = IntTable(self.last_token, stream)
         self.history = History(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
-        self.edits = LogitEdits(max_rows, vocab_size, stream)
+        self.edits = LogitEdits(vocab_size, self.slot_table, stream)
+        self.slot_tokens: SlotTokens | None = None
+        """The text of rows with penalties; None until the size of the KV pool is known."""
         self.logprobs: dict[int, LogprobSpec] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
 
@@ -74,7 +77,19 @@ class Rows:
         for new in new_rows:
             self._enter(new)
         for write in writes:
+            if self.edits.penalties.rows[write.row]:
+                self._move_tokens(write)
             self._point(write.row, write.start, write.slots)
+
+    def keep_tokens(self, num_slots: int) -> None:
+        """Makes room for the token in each slot of the KV pool, the dummy page included; once, at start."""
+        self.slot_tokens = SlotTokens(num_slots, self._stream)
+
+    def note_tokens(self, slots: Tensor, tokens: Tensor) -> None:
+        """A step computes tokens [T] int64 into slots [T] int64. Costs nothing where no row has penalties."""
+        if self.edits.penalties.active:
+            assert self.slot_tokens is not None
+            self.slot_tokens.put(slots, tokens)
 
     def reserve(self, writes: Sequence[RowWrite]) -> None:
         """Enters slots for tokens to come, in one go."""
@@ -116,6 +131,9 @@ class Rows:
             self.history.enter(new)
         self.sampling.enter(new)
         self.edits.enter(new)
+        if new.sampling.has_penalties and new.slots:
+            assert self.slot_tokens is not None
+            self.slot_tokens.put_from_host(new.slots, new.token_ids[: len(new.slots)])
         if new.logprobs is not None:
             self.logprobs[new.row] = new.logprobs
             if new.logprobs.start is not None:
@@ -126,6 +144,12 @@ class Rows:
         self.edits.forget(row)
         self.logprobs.pop(row, None)
         self.prompt_logprobs.pop(row, None)
+
+    def _move_tokens(self, write: RowWrite) -> None:
+        """The slots that a row is pointed at hold the same tokens as the ones before, noted or not."""
+        assert self.slot_tokens is not None
+        old = self.slot_table[write.row, write.start : write.start + len(write.slots)].long()
+        self.slot_tokens.move(old, self._stream.from_list(write.slots, torch.int64))
 
     def _point(self, row: int, start: int, slots: list[int]) -> None:
         if not slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,20 +18,22 @@ from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch, Model, TakesTurns
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import LogprobSpec, Speculation, StepPlan, StepResult, TokenLogprob
+from moe_engine.types import Speculation, StepPlan, StepResult, TokenLogprob
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.kv_pool import KVPool
-from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs, token_logprobs
+from moe_engine.worker.logits_passes import LogitsPasses
+from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs
 from moe_engine.worker.mla_form import MLAFormPolicy
 from moe_engine.worker.observed_model import ObservedModel
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows, Sampler
 from moe_engine.worker.shared_step import SharedSteps
-from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds, add_logprobs
+from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds
 from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.step_batch import StepBatch, follow_on
 from moe_engine.worker.step_graphs import StepGraphs, StepShape
+from moe_engine.worker.step_sampling import Passes, StepSampling
 
 RUNNING = "running the model"
 
@@ -56,8 +58,7 @@ class PendingStep:
     number: int
     rows: list[int]
     tokens: HostCopy
-    logprobs: PendingLogprobs | None = None
-    logprob_indices: list[int] = field(default_factory=list)
+    logprobs: list[PendingLogprobs] = field(default_factory=list)
     prompts: list[PendingPrompt] = field(default_factory=list)
     seconds: float = 0.0
     cuda_graph: bool = False
@@ -69,10 +70,11 @@ class PendingStep:
     def take(self) -> StepResult:
         tokens = [[token] for token in self.tokens.wait()[0].tolist()]
         logprobs: list[list[TokenLogprob]] | None = None
-        if self.logprobs is not None:
+        if self.logprobs:
             logprobs = [[] for _ in tokens]
-            for index, entry in zip(self.logprob_indices, self.logprobs.take()):
-                logprobs[index] = [entry]
+            for piece in self.logprobs:
+                for place, entry in zip(piece.places, piece.take()):
+                    logprobs[place] = [entry]
         prompts = {pending.row: pending.take() for pending in self.prompts} or None
         return StepResult(self.number, self.rows, tokens, logprobs, prompts, self.seconds, cuda_graph=self.cuda_graph)
 
@@ -95,6 +97,7 @@ class ModelRunner:
         form: MLAFormPolicy | None = None,
         sampling: SamplingKernel | None = None,
         parallel: ParallelContext = SINGLE,
+        passes: LogitsPasses = LogitsPasses(),
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -102,11 +105,14 @@ class ModelRunner:
         self.attention = attention
         self.stream = stream
         self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream)
-        self.sampler = Sampler(rows.sampling, stream, sampling)
+        self.sampler = Sampler(rows.sampling, stream, sampling, passes)
+        self.sampling = StepSampling(rows, self.sampler, stream)
         self.shared = SharedSteps(parallel, stream.device, kv_pool.layers)
         self.speculation: SpeculativeStep | None = None
         self.graphs: StepGraphs | None = None
+        rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         self._phase = "idle"
+        self._logits_ended = 0.0
         self._nothing = torch.zeros(0, dtype=torch.int64)
 
     @property
@@ -150,9 +156,8 @@ class ModelRunner:
         self._draft_with_others(plan)
         shape = self._recorded_shape(plan)
         if shape is not None:
-            batch, _, logits = self._replay(shape, lambda: self.builder.build(plan))
-            self._phase = "sampling"
-            pending = self._sample(plan, logits, batch.sampled, [])
+            batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
+            pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
             pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
             return pending
         sizes = self.shared.sizes(plan)
@@ -162,15 +167,26 @@ class ModelRunner:
             if self.speculation is not None:
                 self.speculation.advance_ordinary(plan, batch.sampled, self._nothing)
             if sizes is not None:
-                self.model.logits(hidden[:0], sizes)
+                self.sampler.passes.join(self._logits, hidden[:0], sizes)
             return PendingStep(plan.number, [], HostCopy([self._nothing]), prompts=prompts)
-        self._phase = "computing logits"
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
-        logits = self.model.logits(sampled_hidden, sizes)  # [S, V] float32
-        self._phase = "sampling"
-        pending = self._sample(plan, logits, batch.sampled, prompts)
+        pending = self._sample(plan, self._passes(plan, sampled_hidden), batch.sampled, prompts)
         pending.seconds = time.perf_counter() - began
         return pending
+
+    def _passes(self, plan: StepPlan, hidden: Tensor, logits: Tensor | None = None) -> Passes:
+        """The passes over the logits of hidden [S, D], which a recording may have left: logits [S, V]."""
+        if logits is not None:
+            recorded, self._phase, self._logits_ended = logits, "sampling", time.perf_counter()
+            return lambda work: [work(slice(0, len(recorded)), recorded)]
+        return partial(self.sampler.passes.over, self._logits, hidden, self.shared.sizes(plan))
+
+    def _logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
+        """The head, hidden [S, D] -> [S, V] float32."""
+        self._phase = "computing logits"
+        logits = self.model.logits(hidden, sizes)
+        self._phase, self._logits_ended = "sampling", time.perf_counter()
+        return logits
 
     def _recorded_shape(self, plan: StepPlan) -> StepShape | None:
         """The recording that serves a step, if any: not where halves take turns, or where passes are looked at."""
@@ -178,11 +194,12 @@ class ModelRunner:
             return None
         return self.graphs.shape_of(plan)
 
-    def _replay(self, shape: StepShape, build: Callable[[], StepBatch]) -> tuple[StepBatch, Tensor, Tensor]:
-        """The step's batch, its hidden states [T, D] and logits [T, V]."""
+    def _replay(self, shape: StepShape, build: Callable[[], StepBatch]) -> tuple[StepBatch, Tensor, Tensor | None]:
+        """The step's batch, its hidden states [T, D] and logits [T, V] (None where the recording has no head)."""
         assert self.graphs is not None
         self._phase = "building the batch"
         batch = build()
+        self.rows.note_tokens(batch.slots, batch.input_ids)
         self._phase = f"{RUNNING} (replayed for {shape.size} requests)"
         return batch, *self.graphs.run(shape, batch)
 
@@ -193,11 +210,14 @@ class ModelRunner:
         self._phase = "building the batch"
         if parts is None:
             batch = self.builder.build(plan)
+            self.rows.note_tokens(batch.slots, batch.input_ids)
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
             self._phase = RUNNING
             return batch, self.model.forward(forward)
         batches = [self.builder.build(part) for part, _ in parts]
+        for batch in batches:
+            self.rows.note_tokens(batch.slots, batch.input_ids)
         self._phase = "planning attention"
         forwards = [
             batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, half)
@@ -223,7 +243,9 @@ class ModelRunner:
             return
         shape = self._recorded_shape(plan)
         if shape is not None and self.graphs is not None:
-            self.graphs.run(shape, None)
+            nothing, logits = self.graphs.run(shape, None)
+            if logits is None:
+                self.sampler.passes.join(self._logits, nothing, sizes)
             return
         parts = self.shared.halves(plan)
         self._phase = f"{RUNNING} for a step of others"
@@ -234,7 +256,7 @@ class ModelRunner:
         head = self.shared.prompt_head(self.model, plan)
         if head is not None:
             head.finish(hidden)
-        self.model.logits(hidden, sizes)
+        self.sampler.passes.join(self._logits, hidden[:0], sizes)
 
     def _draft_with_others(self, plan: StepPlan) -> None:
         """The forwards in which other groups draft, where this one drafts nothing."""
@@ -264,40 +286,43 @@ class ModelRunner:
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         drafted = time.perf_counter()
         shape, prompts = self._recorded_shape(plan), []
-        model_began = drafted
+        model_began, logits = drafted, None
         if shape is not None:
             batch, hidden, logits = self._replay(shape, lambda: step.build(plan, verification))
             forward = batch.forward_batch(None, self.kv_pool.layers, sizes)
         else:
             self._phase = "building the batch"
             batch = step.build(plan, verification)
+            self.rows.note_tokens(batch.slots, batch.input_ids)
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
             self._phase, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward)  # [T, D]
             prompts = self._prompt_logprobs(plan, batch, hidden)
-            self._phase = "computing logits"
-            wanted = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
-            logits = self.model.logits(wanted, sizes)
-        self._phase, model_ended = "sampling", time.perf_counter()
-        wanting = [i for i, row in enumerate(batch.sampled.rows.tolist()) if row in self.rows.logprobs]
-        raw = self.stream.rows_of(logits, wanting) if wanting else None
-        accepted, new = step.accept(logits, batch, verification)
+        sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
+        drawn = self.sampling.run(
+            self._passes(plan, sampled_hidden, logits),
+            batch.sampled,
+            step.tree_text(batch, verification),
+            step.drafts_below(batch.sampled, verification),
+        )
+        accepted, new = step.accept(drawn, batch.sampled, verification)
         step.advance(plan, verification, accepted, new)
-        copy = self.stream.download([accepted.tokens, accepted.counts, new])
+        paths = [accepted.path] if drawn.logprobs else []  # which nodes' log-probabilities are wanted
+        copy = self.stream.download([accepted.tokens, accepted.counts, new, *paths])
         follow_began = time.perf_counter()
         if speculation.follow:
             self._phase = "letting the drafter follow"
             step.follow(plan, batch, forward, hidden, verification, accepted)
         ended = time.perf_counter()
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
-        seconds = StepSeconds(ended - began, drafted - began, ended - follow_began, model_ended - model_began)
+        model_seconds = self._logits_ended - model_began
+        seconds = StepSeconds(ended - began, drafted - began, ended - follow_began, model_seconds)
         if left_out:  # not the step that was planned: its time would mislead
             seconds = StepSeconds()
         pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
         pending.left_out, pending.cuda_graph = [(i, whole.rows[i]) for i in left_out], shape is not None
-        if raw is not None:
-            add_logprobs(pending, self.rows.logprobs, self.stream, raw, wanting, verification, accepted, new)
+        pending.logprobs, pending.nodes = drawn.logprobs, verification.decodes.host_nodes
         return pending
 
     def _judge_in_one_call(
@@ -307,29 +332,15 @@ class ModelRunner:
         return self.model.in_one_call(run) if isinstance(self.model, ObservedModel) else run()
 
     def _sample(
-        self, plan: StepPlan, logits: Tensor, sampled: SampledRows, prompts: list[PendingPrompt]
+        self, plan: StepPlan, passes: Passes, sampled: SampledRows, prompts: list[PendingPrompt]
     ) -> PendingStep:
         plan_rows = plan.rows if all(plan.samples) else [r for r, samples in zip(plan.rows, plan.samples) if samples]
-        wanting = [i for i, row in enumerate(plan_rows) if row in self.rows.logprobs] if self.rows.logprobs else []
-        raw = self.stream.rows_of(logits, wanting) if wanting else None
-        edits = self.rows.edits
-        edited = edits.active and bool(edits.wanted[sampled.rows].any())
-        if edited:
-            edits.apply(logits, sampled.rows, sampled.lengths)
-        tokens = self.sampler.sample(logits, sampled)  # [S]
-        valid = tokens.clamp_min(0)
+        drawn = self.sampling.run(passes, sampled)
+        valid = drawn.tokens.clamp_min(0)
         self.rows.last_token.index_copy_(0, sampled.rows_device, valid)
-        if edited:
-            edits.sampled(valid, sampled.rows)
         if self.speculation is not None:
             self.speculation.advance_ordinary(plan, sampled, valid)
-        pending = PendingStep(plan.number, plan_rows, self.stream.download([tokens]), prompts=prompts)
-        if raw is not None:
-            specs: Sequence[LogprobSpec] = [self.rows.logprobs[plan_rows[i]] for i in wanting]
-            chosen = token_logprobs(raw, self.stream.rows_of(tokens, wanting), specs, self.stream)
-            pending.logprobs = PendingLogprobs.start(chosen, specs, self.stream)
-            pending.logprob_indices = wanting
-        return pending
+        return PendingStep(plan.number, plan_rows, self.stream.download([drawn.tokens]), drawn.logprobs, prompts)
 
     def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> list[PendingPrompt]:
         head = self.shared.prompt_head(self.model, plan)
@@ -345,7 +356,7 @@ class ModelRunner:
             begin = int(batch.offsets[i])
             states = hidden[begin : begin + plan.counts[i]]
             found = prompt_logprobs(
-                plan.rows[i], wanted, plan.starts[i], states, logits_of, self.rows.vocab_size, self.stream
+                plan.rows[i], wanted, plan.starts[i], states, logits_of, self.sampler.passes.rows_at_once, self.stream
             )
             if found is not None:
                 pending.append(found)

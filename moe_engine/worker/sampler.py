@@ -17,7 +17,9 @@ from torch import Tensor
 from moe_engine.kernels.sampling.protocol import INVALID_TOKEN as INVALID_TOKEN
 from moe_engine.kernels.sampling.protocol import Draw, SamplingKernel, SamplingParameters
 from moe_engine.kernels.sampling.reference import TorchSampling
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.logits_passes import Head, LogitsPasses
 from moe_engine.worker.sampling_state import SamplingState, uniforms
 
 
@@ -31,6 +33,12 @@ class SampledRows:
     rows: np.ndarray  # [S] int64
     lengths: np.ndarray  # [S] int64: tokens before the one to be sampled, which is the position of that one
     rows_device: Tensor  # [S] int64
+
+    def part(self, rows: slice) -> SampledRows:
+        """Some of them; all are the same object."""
+        if rows.start == 0 and rows.stop == len(self.rows):
+            return self
+        return SampledRows(self.rows[rows], self.lengths[rows], self.rows_device[rows])
 
 
 MAX_KNOWN = 4
@@ -46,9 +54,20 @@ class _Gathered:
 
 
 class Sampler:
-    """Draws tokens for the rows of a step, by the torch kernel unless another is given."""
+    """Draws tokens for the rows of a step, by the torch kernel unless another is given.
 
-    def __init__(self, state: SamplingState, stream: DeviceStream, kernel: SamplingKernel | None = None) -> None:
+    Args:
+        passes: how many rows of logits there may be at once.
+    """
+
+    def __init__(
+        self,
+        state: SamplingState,
+        stream: DeviceStream,
+        kernel: SamplingKernel | None = None,
+        passes: LogitsPasses = LogitsPasses(),
+    ) -> None:
+        self.passes = passes
         self._state = state
         self._stream = stream
         self._kernel = kernel or TorchSampling()
@@ -61,6 +80,14 @@ class Sampler:
         if parameters is None:
             return self._kernel.greedy(logits)
         return self._kernel.sample(logits, parameters, self.uniforms(sampled))
+
+    def draw(self, head: Head, hidden: Tensor, sampled: SampledRows, sizes: StepSizes | None = None) -> Tensor:
+        """hidden [S, D] -> tokens [S], as `sample` with the logits that the head gives. `sizes` as the head takes
+        them."""
+        drawn = self.passes.over(
+            head, hidden, sizes, lambda part, logits: self.sample(logits, sampled.part(part))
+        )
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def probabilities(self, logits: Tensor, sampled: SampledRows, tokens: Tensor) -> Tensor:
         """tokens [S, J] int64 -> [S, J] float32: the probability that `sample` draws tokens[s, j] from logits[s].

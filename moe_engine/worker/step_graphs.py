@@ -1,9 +1,10 @@
 """Decode steps that are recorded before the first request and replayed: one launch instead of one for each kernel.
 
 A recording serves steps of `size` requests with `count` tokens each, several where drafts are verified. It reads static
-buffers that a step's own tensors are copied to, and leaves hidden states and logits in two more. Fewer requests are
-padded: a padded token goes to slot 0, whose page no request owns, a padded request sees the first slots of row 0, and
-nobody reads what comes of them. All recordings share the buffers and one memory pool, so the largest is made first.
+buffers that a step's own tensors are copied to, and leaves hidden states and logits in two more (a step whose logits
+would be too large at once leaves hidden states alone). Fewer requests are padded: a padded token goes to slot 0, whose
+page no request owns, a padded request sees the first slots of row 0, and no result of theirs is read. All recordings
+share the buffers and one memory pool, so the largest is made first.
 
 Legend: T tokens, R requests, D hidden, V vocabulary; most of any recording unless said otherwise.
 """
@@ -114,6 +115,7 @@ class StepGraphs:
 
     Args:
         model: its `forward` and `logits` are recorded; on many ranks all of them record and replay alike.
+        max_logits: most rows of logits at once; steps with more tokens are recorded without the head.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class StepGraphs:
         shared: SharedSteps,
         stream: DeviceStream,
         backend: GraphBackend,
+        max_logits: int = 1 << 30,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -135,6 +138,7 @@ class StepGraphs:
         self._shared = shared
         self._stream = stream
         self._backend = backend
+        self._max_logits = max_logits
         self._inputs = _Inputs(settings, stream)
         self._hidden: Tensor | None = None  # [T, D]
         self._logits: Tensor | None = None  # [T, V] float32
@@ -225,10 +229,14 @@ class StepGraphs:
     def _run(self, batch: ForwardBatch) -> None:
         """What is recorded. Results are copied out of the pool, where the next recording takes their place."""
         hidden = self._model.forward(batch)
-        logits = self._model.logits(hidden, batch.sizes)
-        if self._hidden is None or self._logits is None:  # the largest comes first, and runs before it is recorded
-            self._hidden, self._logits = torch.empty_like(hidden), torch.empty_like(logits)
+        if self._hidden is None:  # the largest comes first, and runs before it is recorded
+            self._hidden = torch.empty_like(hidden)
         self._hidden[: len(hidden)].copy_(hidden)
+        if batch.num_tokens > self._max_logits:
+            return
+        logits = self._model.logits(hidden, batch.sizes)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
         self._logits[: len(logits)].copy_(logits)
 
     @property
@@ -251,8 +259,9 @@ class StepGraphs:
         shape = StepShape(size or 0, counts.pop())
         return shape if shape in self._recorded else None
 
-    def run(self, shape: StepShape, batch: StepBatch | None) -> tuple[Tensor, Tensor]:
-        """Replays a step: hidden states [t, D] and logits [t, V] of its t tokens, valid until the next one.
+    def run(self, shape: StepShape, batch: StepBatch | None) -> tuple[Tensor, Tensor | None]:
+        """Replays a step: hidden states [t, D] and logits [t, V] of its t tokens, valid until the next one. Logits are
+        None where the recording has no head; all ranks run it then.
 
         Args:
             batch: as `shape_of` saw it; None where only other attention groups have tokens.
@@ -264,8 +273,11 @@ class StepGraphs:
         recorded.queries.context_lens[:] = lens + [inputs.neutral_context] * (shape.size - len(lens))
         recorded.plan.renew()
         recorded.launches.replay()
-        assert self._hidden is not None and self._logits is not None
+        assert self._hidden is not None
         num_tokens = own.num_tokens if own is not None else 0
+        if shape.num_tokens > self._max_logits:
+            return self._hidden[:num_tokens], None
+        assert self._logits is not None
         return self._hidden[:num_tokens], self._logits[:num_tokens]
 
 

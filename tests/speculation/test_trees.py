@@ -16,6 +16,7 @@ from moe_engine.worker.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling_state import SamplingState
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask, ancestor_masks
 from moe_engine.worker.speculation.tree import grow
+from tests.speculation.toy_engine import itself
 
 VOCAB = 7
 STREAM = DeviceStream("cpu")
@@ -146,7 +147,7 @@ def test_grown_trees_hold_the_best_candidates(depth: int, topk: int, nodes: int,
         np.array(rows), lengths, torch.tensor(rows), torch.tensor([5, 6, 1]), depth, topk, num_nodes
     )  # fmt: skip
     first = torch.stack([model(row, ()) for row in rows])
-    drafts = grow(task, first, Frontier(model, rows), sampler)
+    drafts = grow(task, itself, first, Frontier(model, rows), sampler)
     assert drafts.parents is not None and drafts.tokens.shape == drafts.parents.shape == (3, num_nodes)
     assert drafts.tokens[:, 0].tolist() == [5, 6, 1]
     for i, row in enumerate(rows):

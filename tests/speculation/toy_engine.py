@@ -194,6 +194,11 @@ class FixedChain(ToyDrafter):
         return Drafts(torch.stack(tokens, 1))
 
 
+def itself(logits: Tensor, sizes: object = None) -> Tensor:
+    """The head where hidden states are logits."""
+    return logits
+
+
 class GrownTree(ToyDrafter):
     """As the drafters with a model grow theirs."""
 
@@ -201,7 +206,7 @@ class GrownTree(ToyDrafter):
         def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
             return self.table[tokens.flatten()]
 
-        return grow(task, self.table[task.roots], expand, self.sampler)
+        return grow(task, itself, self.table[task.roots], expand, self.sampler)
 
 
 class RandomTree(ToyDrafter):

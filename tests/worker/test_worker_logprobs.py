@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moe_engine.types import LogprobSpec
-from moe_engine.worker import logprobs
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
 from moe_engine.worker.rows import PromptLogprobs
@@ -34,8 +33,7 @@ def test_tokens_rivals_and_asked_ids() -> None:
 @pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
 @pytest.mark.parametrize("start", [0, 1, 4, 10, 19])
 @pytest.mark.parametrize("cached", [0, 4, 9])
-def test_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch, rows_at_once: int, start: int, cached: int) -> None:
-    monkeypatch.setattr(logprobs, "MAX_LOGITS_BYTES", rows_at_once * 4 * VOCAB)
+def test_prompt_in_chunks(rows_at_once: int, start: int, cached: int) -> None:
     prompt = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     hidden = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(2))
     spec = LogprobSpec(start, 2, (5,))
@@ -48,7 +46,7 @@ def test_prompt_in_chunks(monkeypatch: pytest.MonkeyPatch, rows_at_once: int, st
     entries = []
     for begin, end in ((cached, 11), (11, 12), (12, 20), (20, 24)):  # the last recomputes outputs: nothing to say
         wanted = PromptLogprobs(prompt, spec, cached)
-        found = prompt_logprobs(6, wanted, begin, hidden[begin:end], logits_of, VOCAB, STREAM)
+        found = prompt_logprobs(6, wanted, begin, hidden[begin:end], logits_of, rows_at_once, STREAM)
         if found is not None:
             assert found.row == 6
             entries.extend(found.take())

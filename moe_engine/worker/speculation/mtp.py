@@ -76,18 +76,18 @@ class MTPDrafter:
             sizes = task.sizes[step] if task.sizes else None
             batch = replace(batch, sizes=sizes)
             state = self.layers.forward(min(step, self._behind), tokens[-1], state, batch)
-            logits = self.layers.logits(state, sizes)
             if not chain:
                 expand = _LevelByLevel(self.layers, self._batches, task, state)
-                return grow(task, logits, expand, self._sampler)
-            drawn = self._sampler.sample(logits, SampledRows(task.rows, task.lengths + 1 + step, task.rows_device))
-            tokens.append(drawn.clamp_min(0))
+                return grow(task, self.layers.logits, state, expand, self._sampler)
+            sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
+            tokens.append(self._sampler.draw(self.layers.logits, state, sampled, sizes).clamp_min(0))
         self.join(task.sizes[task.depth :])
         return Drafts(torch.stack(tokens, 1))
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         for some in sizes:
-            self.layers.join(ForwardBatch.nothing(self._batches.kv, some, self._stream.device))
+            nothing = self.layers.join(ForwardBatch.nothing(self._batches.kv, some, self._stream.device))
+            self._sampler.passes.join(self.layers.logits, nothing, some)
 
     def _propose_at_once(self, task: DraftTask, states: Tensor, places: np.ndarray) -> Drafts:
         """The chain in one call of a kernel."""
@@ -190,4 +190,4 @@ class _LevelByLevel:
         hidden = torch.cat(self._inputs, 1)
         v = self._layers.forward(min(level, self._last_layer), ids.flatten(), hidden.flatten(0, 1), batch)
         self._states = v.view(*ids.shape, width)[:, -tokens.shape[1] :]
-        return self._layers.logits(self._states.flatten(0, 1))
+        return self._states.flatten(0, 1)

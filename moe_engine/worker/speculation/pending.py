@@ -5,22 +5,17 @@ Legend: D decodes, P prompts that sample, K most tokens that a decode can bring,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.drafting import JudgedChains
-from moe_engine.types import LogprobSpec, StepPlan, StepResult, TokenLogprob
-from moe_engine.worker.device_stream import DeviceStream, HostCopy
-from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, token_logprobs
-
-if TYPE_CHECKING:
-    from moe_engine.worker.speculation.acceptance import Accepted
-    from moe_engine.worker.speculation.step import Verification
+from moe_engine.types import StepPlan, StepResult, TokenLogprob
+from moe_engine.worker.device_stream import HostCopy
+from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt
 
 _NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -41,11 +36,13 @@ class PendingSpeculation:
     number: int
     rows: list[int]
     copy: HostCopy
-    """New tokens [D, K] of the decodes, how many of them [D], and those of the prompts [P]."""
+    """New tokens [D, K] of the decodes, how many of them [D], and those of the prompts [P]; with log-probabilities also
+    the node [D, K] that each of the first was drawn at."""
     seconds: StepSeconds
-    logprobs: PendingLogprobs | None = None
-    logprob_places: list[tuple[int, int]] = field(default_factory=list)
-    """Request among `rows` and index among its tokens of each entry of `logprobs`."""
+    logprobs: list[PendingLogprobs] = field(default_factory=list)
+    """By row of logits: those of the nodes, then those of the prompts."""
+    nodes: np.ndarray = field(default_factory=lambda: _NOTHING.reshape(0, 0))
+    """[D, N]: the row of logits of each node."""
     prompts: list[PendingPrompt] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)
     """Place among the plan's sampled rows, and row, of requests that had ended: their result is empty."""
@@ -70,14 +67,9 @@ class PendingSpeculation:
         return self.copy.ready
 
     def take(self) -> StepResult:
-        decodes, counts, prompts = (tensor.tolist() for tensor in self.copy.wait())
+        decodes, counts, prompts, *paths = (tensor.tolist() for tensor in self.copy.wait())
         tokens = [row[:count] for row, count in zip(decodes, counts)] + [[token] for token in prompts]
-        logprobs: list[list[TokenLogprob]] | None = None
-        if self.logprobs is not None:
-            logprobs = [[] for _ in tokens]
-            for (request, index), entry in zip(self.logprob_places, self.logprobs.take()):
-                if index < len(tokens[request]):
-                    logprobs[request].append(entry)
+        logprobs = self._logprobs(tokens, paths[0]) if self.logprobs else None
         rows = list(self.rows)
         for place, row in self.left_out:
             rows.insert(place, row)
@@ -87,36 +79,13 @@ class PendingSpeculation:
         told = {pending.row: pending.take() for pending in self.prompts} or None
         return StepResult(self.number, rows, tokens, logprobs, told, *self.seconds, cuda_graph=self.cuda_graph)
 
-
-def add_logprobs(
-    pending: PendingSpeculation,
-    wanted: Mapping[int, LogprobSpec],
-    stream: DeviceStream,
-    raw: Tensor,
-    wanting: list[int],
-    verification: Verification,
-    accepted: Accepted,
-    prompts: Tensor,
-) -> None:
-    """Log-probabilities of the new tokens, from the logits raw [W, V] of the sampled rows `wanting`."""
-    place = {index: i for i, index in enumerate(wanting)}
-    path = verification.nodes.gather(1, accepted.path)  # [D, K]
-    read = stream.read(torch.cat((path.flatten(), accepted.tokens.flatten(), prompts)))  # one wait, not three
-    nodes, tokens = read[: 2 * path.numel()].reshape(2, *path.shape)
-    num, first_prompt = len(verification.rows), int(verification.counts.sum())
-    entries: list[tuple[int, int, int]] = []  # row of raw, request, index among its tokens
-    chosen: list[int] = []
-    for d in range(num):
-        for k, node in enumerate(nodes[d].tolist()):
-            if node in place:
-                entries.append((place[node], d, k))
-                chosen.append(int(tokens[d, k]))
-    for p, token in enumerate(read[2 * path.numel() :].tolist()):
-        if first_prompt + p in place:
-            entries.append((place[first_prompt + p], num + p, 0))
-            chosen.append(token)
-    specs = [wanted[pending.rows[request]] for _, request, _ in entries]
-    picked = stream.rows_of(raw, [entry[0] for entry in entries])
-    tensors = token_logprobs(picked, stream.from_list(chosen, torch.int64), specs, stream)
-    pending.logprobs = PendingLogprobs.start(tensors, specs, stream)
-    pending.logprob_places = [(request, k) for _, request, k in entries]
+    def _logprobs(self, tokens: list[list[int]], paths: list[list[int]]) -> list[list[TokenLogprob]]:
+        """Of the new tokens of each request that asks."""
+        num, first_prompt = len(paths), int(self.nodes.max(initial=-1)) + 1
+        places = [[int(self.nodes[d, node]) for node in path[: len(tokens[d])]] for d, path in enumerate(paths)]
+        places += [[first_prompt + p] for p in range(len(tokens) - num)]
+        accepted = {place: token for some, own in zip(places, tokens) for place, token in zip(some, own)}
+        found: dict[int, TokenLogprob] = {}
+        for piece in self.logprobs:
+            found |= piece.take_some(accepted)
+        return [[found[place] for place in some if place in found] for some in places]

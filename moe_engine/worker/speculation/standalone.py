@@ -3,7 +3,7 @@
 It follows nothing: before it drafts for a row it computes the tokens of the row that it has not seen, which after a
 prompt is all of it and later the few that the last steps brought.
 
-Legend: D rows with drafts, V vocabulary.
+Legend: D rows with drafts, E hidden size.
 """
 
 from __future__ import annotations
@@ -52,32 +52,33 @@ class StandaloneDrafter:
         return None
 
     def propose(self, task: DraftTask) -> Drafts:
-        logits = self._catch_up(task)  # [D, V], behind the roots
+        hidden = self._catch_up(task)  # [D, E], of the roots
         # what it writes for drafts may be rejected; the first of them that is not written again is its own next root
         self._seen[task.rows] = task.lengths + 1
         if task.topk > 1:
-            return grow(task, logits, _LevelByLevel(self._model, self._batches, task), self._sampler)
+            expand = _LevelByLevel(self._model, self._batches, task)
+            return grow(task, self._model.logits, hidden, expand, self._sampler)
         tokens = [task.roots]
         positions = task.lengths + np.arange(1, task.depth)[:, None]
         batches = self._batches.chain(task.rows, task.rows_device, positions)
         for step in range(task.depth):
             if step:
                 batch = replace(next(batches), input_ids=tokens[-1])
-                logits = self._model.logits(self._model.forward(batch))
+                hidden = self._model.forward(batch)
             sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
-            tokens.append(self._sampler.sample(logits, sampled).clamp_min(0))
+            tokens.append(self._sampler.draw(self._model.logits, hidden, sampled).clamp_min(0))
         return Drafts(torch.stack(tokens, 1))
 
     def _catch_up(self, task: DraftTask) -> Tensor:
-        """Computes tokens [seen, lengths] of every row; logits [D, V] behind the last."""
+        """Computes tokens [seen, lengths] of every row; hidden states [D, E] of the last."""
         starts, ends = self._seen[task.rows], task.lengths + 1
         out: list[Tensor] = []
         for begin, end in _pieces(ends - starts):
-            logits = None
+            hidden = None
             for first, last in _chunks(starts[begin:end], ends[begin:end]):
-                logits = self._run(task.rows[begin:end], first, last - first)
-            assert logits is not None
-            out.append(logits)
+                hidden = self._run(task.rows[begin:end], first, last - first)
+            assert hidden is not None
+            out.append(hidden)
         return torch.cat(out)
 
     def _run(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
@@ -88,8 +89,7 @@ class StandaloneDrafter:
             self._ids(rows, starts, counts),
             num_decodes=len(rows) if counts.max() <= DRAFT_FEW else 0,
         )
-        hidden = self._model.forward(forward)
-        return self._model.logits(hidden.index_select(0, batch.logits_rows))
+        return self._model.forward(forward).index_select(0, batch.logits_rows)
 
     def _ids(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
         begins = np.cumsum(counts) - counts
@@ -126,4 +126,4 @@ class _LevelByLevel:
     def __call__(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         ids, batch = self._run.add(tokens, parents)
         hidden = self._model.forward(batch).view(*ids.shape, -1)
-        return self._model.logits(hidden[:, -tokens.shape[1] :].flatten(0, 1))
+        return hidden[:, -tokens.shape[1] :].flatten(0, 1)

@@ -1,6 +1,6 @@
 """A step with speculation: draft, one forward over drafts and prompts alike, accept, let the drafter follow.
 
-Legend: D decodes, P prompts that sample, N most tokens of a decode, K = depth + 1, S rows of logits, V vocabulary.
+Legend: D decodes, P prompts that sample, N most tokens of a decode, K = depth + 1, S rows of logits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.history import History
 from moe_engine.worker.kv_pool import KVPool
+from moe_engine.worker.penalties import TreeText
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling_state import Draw, uniforms
@@ -29,6 +30,7 @@ from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.whole_step import WholeStep
 from moe_engine.worker.step_batch import StepBatch, TokenRuns
+from moe_engine.worker.step_sampling import Drawn
 
 _FORCE_SALT = 1
 """Tells the numbers that thresholds are compared with from those that tokens are drawn with."""
@@ -38,7 +40,8 @@ _FORCE_SALT = 1
 class Decodes:
     """What steps share whose decodes are those of the same rows, with as many drafts each.
 
-    `nodes[d, n]` is the row of logits of node n of decode d; a decode without drafts repeats its only one.
+    `nodes[d, n]` is the row of logits of node n of decode d; a decode without drafts repeats its only one. Rows of
+    logits behind those of the nodes are the prompts'.
     """
 
     plan_rows: list[int]
@@ -50,6 +53,17 @@ class Decodes:
     is_even: bool  # all have N nodes
     with_drafts: np.ndarray  # places of those that have drafts
     nodes: Tensor  # [D, N] int64
+    host_nodes: np.ndarray  # [D, N] int64
+
+    @property
+    def num_nodes(self) -> int:
+        """Rows of logits of all nodes."""
+        return int(self.counts.sum())
+
+    @property
+    def real(self) -> np.ndarray:
+        """[D, N] bool: nodes that are no repetition."""
+        return np.arange(self.most) < self.counts[:, None]
 
 
 @dataclass(frozen=True)
@@ -203,6 +217,7 @@ class SpeculativeStep:
         counts = np.array(plan_counts, dtype=np.int64)
         most = int(counts.max(initial=1))
         first = np.cumsum(counts) - counts
+        nodes = first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)
         return Decodes(
             plan_rows=plan_rows,
             plan_counts=plan_counts,
@@ -212,7 +227,8 @@ class SpeculativeStep:
             most=most,
             is_even=bool((counts == most).all()),
             with_drafts=np.flatnonzero(counts > 1),
-            nodes=self._upload(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)),
+            nodes=self._upload(nodes),
+            host_nodes=nodes,
         )
 
     def build(self, plan: StepPlan, verification: Verification) -> StepBatch:
@@ -260,32 +276,38 @@ class SpeculativeStep:
 
     # -- after it ran
 
-    def accept(self, logits: Tensor, batch: StepBatch, verification: Verification) -> tuple[Accepted, Tensor]:
-        """Samples at every node and walks the trees. logits [S, V] may be changed. Returns also the prompts' tokens."""
-        edits, sampled = self._rows.edits, batch.sampled
-        edited = edits.active and bool(edits.wanted[sampled.rows].any())
-        if edited:
-            edits.apply(logits, sampled.rows, sampled.lengths, self._tried(verification, sampled))
-        drawn = self._sampler.sample(logits, sampled)  # [S]
-        accepted = self._walk(drawn, logits, sampled, verification)
-        prompts = drawn[int(verification.counts.sum()) :]
-        if edited:
-            count = self._stream.read(accepted.counts)
-            real = np.arange(accepted.tokens.shape[1]) < count[:, None]
-            flat = accepted.tokens[self._upload(real)]
-            prompt_rows = sampled.rows[len(sampled.rows) - len(prompts) :]
-            rows = np.concatenate((np.repeat(verification.rows, count), prompt_rows))
-            edits.sampled(torch.cat((flat, prompts)).clamp_min(0), rows)
-        return accepted, prompts
+    def tree_text(self, batch: StepBatch, verification: Verification) -> TreeText | None:
+        """Which text the nodes of trees are behind, for penalties; a chain's is all that stands before a node."""
+        if verification.parents is None or not self._rows.edits.penalties.active:
+            return None
+        decodes, queries = verification.decodes, batch.attention.decode
+        assert queries is not None and queries.visible is not None
+        begins = np.repeat(verification.starts, decodes.counts)
+        return TreeText(begins, queries.visible[: len(begins)], decodes.most)
 
-    def _walk(self, drawn: Tensor, logits: Tensor, sampled: SampledRows, verification: Verification) -> Accepted:
-        """What of the drafts stands, given the token drawn at each row of logits [S]."""
+    def drafts_below(self, sampled: SampledRows, verification: Verification) -> Tensor | None:
+        """[S, J]: the drafts below each row of logits, -1 where there is none; None where thresholds accept none."""
+        if not self._thresholds or not verification.depth:
+            return None
+        tokens, parents, decodes = verification.tokens, verification.parents, verification.decodes
+        if parents is None:
+            below = torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], -1)), 1)[:, :, None]  # [D, N, 1]
+        else:
+            node = torch.arange(tokens.shape[1], device=tokens.device)
+            below = torch.where(parents[:, None, :] == node[:, None], tokens[:, None, :], -1)  # [D, N, N]
+        out = below.new_full((len(sampled.rows), below.shape[-1]), -1)
+        out[: decodes.num_nodes] = below.flatten(0, 1).index_select(0, self._upload(np.flatnonzero(decodes.real)))
+        return out
+
+    def accept(self, drawn: Drawn, sampled: SampledRows, verification: Verification) -> tuple[Accepted, Tensor]:
+        """Walks the trees, given the token drawn at each row of logits [S]. Returns also the prompts' tokens."""
         nodes, tokens, parents = verification.nodes, verification.tokens, verification.parents
-        if parents is None and not self._thresholds:
-            on_nodes, drafts, nodes = self._stream.arrays(drawn, tokens, nodes)
-            return accept_chains(on_nodes[nodes], drafts, verification.depth)
-        forced = self._forced(logits, sampled, verification)
-        return accept(drawn[nodes], tokens, parents, verification.depth, forced)
+        prompts = drawn.tokens[verification.decodes.num_nodes :]
+        if parents is None and drawn.chances is None:
+            on_nodes, drafts, nodes = self._stream.arrays(drawn.tokens, tokens, nodes)
+            return accept_chains(on_nodes[nodes], drafts, verification.depth), prompts
+        forced = None if drawn.chances is None else self._forced(drawn.chances, sampled, verification)
+        return accept(drawn.tokens[nodes], tokens, parents, verification.depth, forced), prompts
 
     def advance(self, plan: StepPlan, verification: Verification, accepted: Accepted, prompts: Tensor) -> None:
         """Moves counts and tokens of every row, and the KV of accepted drafts to where their tokens stand."""
@@ -358,42 +380,22 @@ class SpeculativeStep:
 
     # -- pieces
 
-    def _tried(self, verification: Verification, sampled: SampledRows) -> tuple[np.ndarray, np.ndarray]:
-        """Drafts that a node's logits were computed behind, for penalties: (row of logits, token) of each."""
-        tokens = self._stream.read(verification.tokens)
-        nodes = self._stream.read(verification.nodes)
-        parents = None if verification.parents is None else self._stream.read(verification.parents)
-        where: list[int] = []
-        what: list[int] = []
-        for d in np.flatnonzero(self._rows.edits.wanted[verification.rows]).tolist():
-            for n in range(1, int(verification.counts[d])):
-                above = n
-                while above > 0:
-                    where.append(int(nodes[d, n]))
-                    what.append(max(int(tokens[d, above]), 0))
-                    above = above - 1 if parents is None else int(parents[d, above])
-        return np.array(where, dtype=np.int64), np.array(what, dtype=np.int64)
-
-    def _forced(self, logits: Tensor, sampled: SampledRows, verification: Verification) -> Tensor | None:
-        single, acc = self.config.accept_threshold_single, self.config.accept_threshold_acc
-        if not self._thresholds or not verification.depth:
-            return None
-        num_nodes = verification.tokens.shape[1]
-        parents = verification.parents
-        if parents is None:
-            parents = torch.arange(-1, num_nodes - 1, device=logits.device).expand(len(verification.rows), -1)
-        at = verification.nodes.gather(1, parents.clamp_min(0)).flatten()  # the logits above each node
-        places = self._stream.read(at)
-        above = SampledRows(sampled.rows[places], sampled.lengths[places], sampled.rows_device[at])
-        drafts = verification.tokens.flatten()[:, None]
-        chance = self._sampler.probabilities(logits.index_select(0, at), above, drafts)[:, 0].view(-1, num_nodes)
-        seeds = self._rows.sampling.mixed_seed[above.rows]
-        seeds, lengths = seeds.reshape(-1, num_nodes), above.lengths.reshape(-1, num_nodes)
+    def _forced(self, chances: Tensor, sampled: SampledRows, verification: Verification) -> Tensor:
+        """[D, N]: drafts that the thresholds accept. chances [S, J] are those of `drafts_below`."""
+        config, decodes, parents = self.config, verification.decodes, verification.parents
+        count, num_nodes = verification.tokens.shape
+        node = torch.arange(num_nodes, device=chances.device)
+        above = (node - 1).expand(count, -1) if parents is None else parents
+        at = verification.nodes.gather(1, above.clamp_min(0))  # the row of logits above each node
+        chance = chances[at, 0 if parents is None else node]
+        rows = np.repeat(verification.rows[:, None], num_nodes, 1)
+        lengths = sampled.lengths[decodes.host_nodes] - 1  # those of the rows above
+        seeds = self._rows.sampling.mixed_seed[rows]
         # siblings get numbers of their own
         columns = [uniforms(seeds[:, n], lengths[:, n], _FORCE_SALT + n) for n in range(num_nodes)]
-        numbers = torch.from_numpy(np.stack(columns, 1))
+        numbers = self._upload(np.stack(columns, 1))
         drawn = self._upload(self._rows.sampling.draw[verification.rows] != Draw.GREEDY)
-        return force(chance, self._stream.upload(numbers), single, acc) & drawn[:, None]
+        return force(chance, numbers, config.accept_threshold_single, config.accept_threshold_acc) & drawn[:, None]
 
     def _move(self, verification: Verification, accepted: Accepted) -> None:
         """KV of the path's nodes to the slots of the positions they now have. Rejected ones move onto themselves."""
@@ -404,6 +406,9 @@ class SpeculativeStep:
         target = self._rows.slots_at((base + torch.where(inside, step, 0)).flatten())
         source = self._rows.slots_at((base + torch.where(inside, accepted.path, 0)).flatten())
         self._kv_pool.move(source, target)
+        if self._rows.edits.penalties.active:
+            assert self._rows.slot_tokens is not None
+            self._rows.slot_tokens.move(source, target)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         return self._stream.upload(torch.from_numpy(values))

@@ -4,7 +4,7 @@ At each level the best `topk` nodes of the one before are expanded into `topk` c
 the highest cumulative probability are kept over all levels, parents before children. One child of a node is drawn as
 the target will draw there, with the same noise, and counts as the most likely one; for a greedy request it is.
 
-Legend: D rows with drafts, F nodes expanded at a level (the frontier), C candidates, V vocabulary, N nodes kept.
+Legend: D rows with drafts, F nodes expanded at a level (the frontier), C candidates, E hidden size, N nodes kept.
 """
 
 from __future__ import annotations
@@ -16,22 +16,29 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.worker.logits_passes import Head
 from moe_engine.worker.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask, ancestor_masks
 
 
 class Expand(Protocol):
-    """Says what follows the nodes of a level."""
+    """Computes the nodes of a level."""
 
     def __call__(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        """tokens [D, F] of the nodes of `level` >= 1, and their places [D, F] in the frontier before -> [D * F, V]."""
+        """tokens [D, F] of the nodes of `level` >= 1, and their places [D, F] in the frontier before -> hidden states
+        [D * F, E]."""
 
 
-def grow(task: DraftTask, first_logits: Tensor, expand: Expand, sampler: Sampler) -> Drafts:
-    """Trees for a task. `first_logits` [D, V] are those of the tokens behind the roots."""
+def grow(task: DraftTask, head: Head, roots: Tensor, expand: Expand, sampler: Sampler) -> Drafts:
+    """Trees for a task.
+
+    Args:
+        head: from hidden states to logits.
+        roots: hidden states [D, E] of the roots.
+    """
     num_rows, width = len(task.rows), task.topk
-    tokens, scores = _children(first_logits, task, 0, 1, width, sampler)  # each [D, 1, width]
+    tokens, scores = _children(head, roots, task, 0, 1, width, sampler)  # each [D, 1, width]
     all_tokens, all_scores = [tokens[:, 0]], [scores[:, 0]]
     all_parents = [torch.full_like(all_tokens[0], -1)]  # among all candidates
     frontier = torch.arange(width, device=tokens.device).expand(num_rows, -1)  # among the candidates of the last level
@@ -39,8 +46,8 @@ def grow(task: DraftTask, first_logits: Tensor, expand: Expand, sampler: Sampler
     places = torch.zeros_like(frontier)  # of the frontier's parents in the frontier before
     for level in range(1, task.depth):
         above, above_scores = all_tokens[-1].gather(1, frontier), all_scores[-1].gather(1, frontier)
-        logits = expand(level, above, places)
-        tokens, scores = _children(logits, task, level, width, width, sampler)
+        hidden = expand(level, above, places)
+        tokens, scores = _children(head, hidden, task, level, width, width, sampler)
         all_tokens.append(tokens.flatten(1))
         all_scores.append((above_scores[:, :, None] + scores).flatten(1))
         all_parents.append((frontier + first_of_level).repeat_interleave(width, 1))
@@ -52,17 +59,21 @@ def grow(task: DraftTask, first_logits: Tensor, expand: Expand, sampler: Sampler
 
 
 def _children(
-    logits: Tensor, task: DraftTask, level: int, nodes: int, width: int, sampler: Sampler
+    head: Head, hidden: Tensor, task: DraftTask, level: int, nodes: int, width: int, sampler: Sampler
 ) -> tuple[Tensor, Tensor]:
-    """logits [D * nodes, V] -> tokens and log-probabilities [D, nodes, width] of each node's children."""
+    """hidden [D * nodes, E] -> tokens and log-probabilities [D, nodes, width] of each node's children."""
     rows, lengths = np.repeat(task.rows, nodes), np.repeat(task.lengths + 1 + level, nodes)
     sampled = SampledRows(rows, lengths, task.rows_device.repeat_interleave(nodes))
-    drawn = sampler.sample(logits, sampled).clamp_min(0)[:, None]
-    logprobs = logits.log_softmax(-1)
-    best = logprobs.amax(-1, keepdim=True)
-    others, other_tokens = logprobs.scatter(1, drawn, -torch.inf).topk(width - 1)
-    tokens = torch.cat((drawn, other_tokens), 1)
-    scores = torch.cat((best, others), 1)
+
+    def work(part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = sampler.sample(logits, sampled.part(part)).clamp_min(0)[:, None]
+        logprobs = logits.log_softmax(-1)
+        best = logprobs.amax(-1, keepdim=True)
+        others, other_tokens = logprobs.scatter_(1, drawn, -torch.inf).topk(width - 1)
+        return torch.cat((drawn, other_tokens), 1), torch.cat((best, others), 1)
+
+    parts = sampler.passes.over(head, hidden, None, work)
+    tokens, scores = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))
     return tokens.view(-1, nodes, width), scores.view(-1, nodes, width)
 
 
