@@ -64,8 +64,10 @@ READS_ENVIRONMENT = {
     "moe_engine/config/doctor.py",
     "moe_engine/config/launch_plan.py",
     "moe_engine/engine/core_main.py",
+    "moe_engine/engine/ranks/addresses.py",
     "moe_engine/engine/ranks/main.py",
     "moe_engine/engine/ranks/world.py",
+    "moe_engine/engine/run_folder.py",
 }
 
 

@@ -44,6 +44,11 @@ class ClusterPlace:
     origin: str
     hosts: tuple[str, ...] = ()
 
+    @property
+    def node_variable(self) -> str:
+        """The variable that says `node_rank`."""
+        return "SLURM_NODEID" if self.origin.startswith("SLURM") else "GROUP_RANK"
+
 
 def find_place(environ: Mapping[str, str]) -> ClusterPlace | None:
     """What the environment says, or None where it says nothing.

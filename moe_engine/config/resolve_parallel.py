@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.cluster_env import ClusterPlace
 from moe_engine.config.decisions import Record
+from moe_engine.config.dist_secret import DistSecret
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.resolve_elastic import resolve_elastic
 from moe_engine.errors import ConfigError
@@ -48,6 +49,8 @@ class ParallelPlan:
     start_seconds: float = START_SECONDS
     local_rank: int = 0
     """Above 0 in a launch with several processes a node: its first process starts all ranks, the others leave."""
+    secret: DistSecret | None = None
+    """Of the sockets between nodes."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -249,6 +252,8 @@ def _ep_size(args: EngineArgs, backend: str, record: Record) -> int:
 def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tuple[int, int, str | None]:
     """(nodes, this node's number, leader): flags first, then the cluster's word."""
     flags, given = args.parallel, args.given
+    if place is not None and "node_rank" in given:
+        _check_node_rank(flags, "nnodes" in given, place)
     if place is None or {"nnodes", "node_rank"} & given:
         return flags.nnodes, flags.node_rank, flags.dist_init_addr
     leader = flags.dist_init_addr
@@ -256,6 +261,25 @@ def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tupl
         leader = record.note("dist_init_addr", place.leader_address, place.origin)
     nodes = record.note("nnodes", place.num_nodes, place.origin)
     return nodes, record.note("node_rank", place.node_rank, place.origin), leader
+
+
+def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlace) -> None:
+    """A node's number that the launcher contradicts, as ``--node-rank "$SLURM_NODEID"`` in a batch script, whose shell
+    runs on node 0 alone. A flag for fewer nodes than the launcher started is one's own division of them.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    if place.num_nodes == 1 or (nnodes_given and flags.nnodes != place.num_nodes):
+        return
+    if flags.node_rank != place.node_rank:
+        contradiction = f"--node-rank {flags.node_rank}, but {place.node_variable}={place.node_rank} ({place.origin})"
+        if place.node_variable != "SLURM_NODEID":
+            raise ConfigError(f"{contradiction}: leave --node-rank out")
+        raise ConfigError(
+            f"{contradiction}: leave --node-rank out, or let the shell of each task expand $SLURM_NODEID, which the "
+            "batch script expands on its first node alone: srun bash -c '... --node-rank $SLURM_NODEID'"
+        )
 
 
 def _nodes_of_a_replica(tp_size: int, replicas: int, nodes: int) -> int:

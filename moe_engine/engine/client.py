@@ -20,6 +20,7 @@ from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.messages import AddRequest, RequestDelta
 from moe_engine.engine.routing import Load, Router
 from moe_engine.engine.status_board import StatusBoard
+from moe_engine.engine.zmq_sockets import JobKeys, connect
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.types import FinishReason
 
@@ -148,7 +149,7 @@ class CoreClient:
         self.info = info
         self._cores = [cores] if isinstance(cores, CoreHandle) else list(cores)
         self._lanes = [
-            _Lane(core, group, _push(address), board)
+            _Lane(core, group, _push(address, core.keys), board)
             for core in self._cores
             for group, (address, board) in enumerate(zip(core.to_core_addresses, core.boards))
         ]
@@ -349,11 +350,11 @@ class CoreClient:
         return "; ".join(core.dead for core in self._cores if core.dead)
 
 
-def _push(address: str) -> zmq.asyncio.Socket:
+def _push(address: str, keys: JobKeys | None) -> zmq.asyncio.Socket:
     socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(address)
+    connect(socket, address, keys)
     return socket
 
 

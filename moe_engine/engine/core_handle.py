@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from moe_engine.engine.zmq_sockets import JobKeys
 from moe_engine.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class CoreHandle(ABC):
     """Of all groups."""
     to_core_addresses: list[str]
     """Of all groups' cores, once they are ready."""
+    keys: JobKeys | None = None
+    """Of the sockets to cores on other nodes."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -29,6 +29,7 @@ from moe_engine.engine.ranks.hub import RankHub
 from moe_engine.engine.ranks.leader import RankGroup
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_port import ZmqPort
+from moe_engine.engine.zmq_sockets import connect
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.models import registry
 
@@ -46,7 +47,7 @@ def main() -> int:
     for architecture in spec.outside_models:  # before there are ranks, which get them from here
         registry.register(*architecture)
     ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    ready.connect(spec.ready_address)
+    connect(ready, spec.ready_address)
     ranks: RankGroup | RankHub | None = None
     try:
         ranks = _ranks(spec)
@@ -93,8 +94,8 @@ def _leave(ranks: RankGroup | RankHub | None, code: int) -> int:
 
 
 def _details(error: Exception) -> str:
-    """The traceback, but of a lost rank: what happened, happened elsewhere."""
-    return "" if isinstance(error, EngineDeadError) else "".join(traceback.format_exception(error))
+    """The traceback, but of a lost rank, for the cause is elsewhere, and of what is the user's to mend."""
+    return "" if isinstance(error, EngineDeadError | ConfigError) else "".join(traceback.format_exception(error))
 
 
 def _serve(run: Callable[[], None], port: ZmqPort) -> int:
@@ -115,13 +116,13 @@ def _build(spec: CoreSpec, group: RankGroup | None) -> tuple[EngineCore, ZmqPort
     board = StatusBoard(spec.board_path)
     if group is None:
         worker = make_worker(config)
-        port = ZmqPort(spec.to_core_address, spec.from_core_address)
+        port = ZmqPort(spec.to_core_address, spec.from_core_address, keys=spec.keys)
         core = make_core(config, worker, worker, port, board)
         addresses = [port.address]
     else:
         driver, worker = group.start()
         lockstep = group.lockstep()
-        port = ZmqPort(spec.to_core_address, spec.from_core_address, wake=group.mesh_socket)
+        port = ZmqPort(spec.to_core_address, spec.from_core_address, group.mesh_socket, spec.keys)
         core = make_core(config, driver, worker, port, board, check=group.check, lockstep=lockstep)
         addresses = [port.address, *group.watch.core_addresses[1:]]
     board.write(ready=1, last_turn=time.monotonic())

@@ -14,12 +14,13 @@ import zmq
 from moe_engine.engine import messages
 from moe_engine.engine.core_handle import CoreHandle, start_error
 from moe_engine.engine.held_child import HeldChild
-from moe_engine.engine.nodes.known_address import bound_address, host_of
+from moe_engine.engine.nodes.known_address import host_of
 from moe_engine.engine.process import ChildProcess
+from moe_engine.engine.ranks.addresses import own_address_towards
 from moe_engine.engine.ranks.options import RankGroupOptions
-from moe_engine.engine.ranks.world import own_address_towards
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
+from moe_engine.engine.zmq_sockets import JobKeys, bind
 from moe_engine.errors import EngineDeadError
 from moe_engine.models import registry
 
@@ -52,6 +53,11 @@ class CoreSpec:
     front_address: str = ""
     """Where the front end listens for cores on other nodes."""
 
+    @property
+    def keys(self) -> JobKeys | None:
+        """Of sockets between nodes."""
+        return self.ranks.keys if self.ranks is not None else None
+
     def board_of(self, group: int) -> Path:
         return self.board_path.with_name(f"board-{group}") if group else self.board_path
 
@@ -81,21 +87,21 @@ class CoreProcess(CoreHandle):
         folder = self._folder.path
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._killed_for = ""
+        self.keys = ranks.keys if ranks is not None else None
         self.control_address = ""
         """Where ranks on other nodes join, once the core listens there."""
         self._ready = context.socket(zmq.PULL)
         ready_address = f"ipc://{folder}/ready"
-        self._ready.bind(ready_address)
+        bind(self._ready, ready_address)
         to_core, from_core, front_address = f"ipc://{folder}/to-core", f"ipc://{folder}/from-core", front or ""
         self.from_core = context.socket(zmq.PULL)
         self.from_core.setsockopt(zmq.RCVHWM, 0)
         if front is not None:
             to_core, from_core = f"tcp://{own_address_towards(host_of(front))}:*", front
         else:
-            self.from_core.bind(from_core)
+            bind(self.from_core, from_core)
             if ranks is not None and ranks.leader_address is not None:
-                self.from_core.bind(ranks.leader_bind("*"))
-                front_address = ranks.leader_advertised(bound_address(self.from_core))
+                front_address = bind(self.from_core, ranks.leader_bind("*"), self.keys, ranks.leader_flag)
         spec = CoreSpec(
             config,
             to_core,

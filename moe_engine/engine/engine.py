@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from moe_engine import logs
@@ -25,6 +26,7 @@ from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.frontend import Frontend
 from moe_engine.engine.generate_input import LATER_FIELDS, GenerateInput, refuse_later_fields
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.engine.watched_thread import start_watched
 from moe_engine.errors import EngineDeadError, NotAvailableYet
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
@@ -60,8 +62,10 @@ class Engine:
         self.config = prepare(args)
         self._cores = start_cores(self.config)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="moe-engine", daemon=True)
-        self._thread.start()
+        self._running: set[Future[Any]] = set()
+        # without a reference to this object, whose end `weakref.finalize` must see
+        failed = partial(_loop_failed, self._cores, self._running)
+        self._thread = start_watched("moe-engine", self._loop.run_forever, failed)
         self._closed = False
         self._pid = os.getpid()
         try:
@@ -223,7 +227,13 @@ class Engine:
             work.close()
             gone = "was shut down" if self._is_ours else f"belongs to process {self._pid}; make one after the fork"
             raise EngineDeadError(f"this Engine {gone}")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineDeadError("the event loop of this Engine has failed; the log says how")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._submit(work)
@@ -260,6 +270,14 @@ def _end(cores: Sequence[CoreHandle], loop: asyncio.AbstractEventLoop, pid: int)
     stop_cores(cores)
     with contextlib.suppress(RuntimeError):  # closed already
         loop.call_soon_threadsafe(_wind_up, loop)
+
+
+def _loop_failed(cores: Sequence[CoreHandle], running: set[Future[Any]], message: str) -> None:
+    """The thread of the event loop ended: what waits on it gets an error."""
+    stop_cores(cores)
+    for future in list(running):
+        if not future.done():
+            future.set_exception(EngineDeadError(message))
 
 
 def _wind_up(loop: asyncio.AbstractEventLoop) -> None:

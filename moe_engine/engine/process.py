@@ -12,9 +12,10 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
+
+from moe_engine.engine.watched_thread import start_watched
 
 
 class ChildProcess:
@@ -36,7 +37,8 @@ class ChildProcess:
             self._popen.stdin.flush()
         except BrokenPipeError:
             pass  # it died at once; the watcher reports it
-        threading.Thread(target=self._watch, name=f"watch {name}", daemon=True).start()
+        # A failure here is one of `on_exit` itself, so there is no other way to report it than the log.
+        start_watched(f"watch {name}", self._watch, lambda message: None)
 
     @property
     def pid(self) -> int:
@@ -90,5 +92,5 @@ def read_spec() -> Any:
             pass
         os._exit(1)
 
-    threading.Thread(target=leave_with_parent, name="parent watch", daemon=True).start()
+    start_watched("parent watch", leave_with_parent, lambda message: os._exit(1))
     return spec

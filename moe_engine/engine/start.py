@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from moe_engine.config.dist_secret import SECRET_VARIABLE
 from moe_engine.config.resolve import ResolvedConfig
+from moe_engine.config.resolve_parallel import ParallelPlan
 from moe_engine.engine.client_api import EngineInfo
 from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.core_process import CoreProcess
@@ -17,6 +20,8 @@ from moe_engine.engine.frontend import FrontendSettings
 from moe_engine.engine.nodes.desk import NodeDesk
 from moe_engine.engine.ranks.worker import fingerprint, rank_group_options
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("moe_engine")
 
 ROOM = ("max_total_num_tokens", "max_req_input_len", "max_running_requests", "context_len")
 """Facts that memory decides."""
@@ -35,6 +40,8 @@ def start_cores(config: ResolvedConfig) -> list[CoreHandle]:
         ConfigError: the address where other nodes are to come cannot be bound.
     """
     plan = config.parallel
+    if plan.num_nodes > 1 and plan.secret is None:
+        logger.warning("%s", _open_ports(plan))
     if plan.num_replicas == 1:
         return [CoreProcess(config, ranks=rank_group_options(config))]
     desk = NodeDesk(plan, fingerprint(config)) if plan.num_nodes > 1 else None
@@ -47,6 +54,17 @@ def start_cores(config: ResolvedConfig) -> list[CoreHandle]:
     if desk is not None:
         desk.open(cores)
     return cores
+
+
+def _open_ports(plan: ParallelPlan) -> str:
+    assert plan.leader_address is not None
+    host = plan.leader_address.rpartition(":")[0]
+    return (
+        f"Sockets between nodes have no secret: whoever reaches {plan.leader_address}, or the engine's other TCP ports "
+        f"(free ones, at {host} and at the other nodes' addresses on that network), can send requests past --api-key "
+        f"and end the engine. Put the same secret into {SECRET_VARIABLE} or --dist-secret-file FILE on every node "
+        "(`openssl rand -hex 32` makes one); see docs/security.md"
+    )
 
 
 def wait_ready(cores: Sequence[CoreHandle]) -> EngineInfo:

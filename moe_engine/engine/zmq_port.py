@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from moe_engine.engine import messages
-from moe_engine.engine.nodes.known_address import bound_address
+from moe_engine.engine.zmq_sockets import JobKeys, bind, connect
 
 
 class ZmqPort:
@@ -14,21 +14,27 @@ class ZmqPort:
     Args:
         to_core_address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
         wake: a socket whose messages end a wait, too; read by its owner.
+        keys: of sockets between nodes.
     """
 
-    def __init__(self, to_core_address: str, from_core_address: str, wake: zmq.Socket[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        to_core_address: str,
+        from_core_address: str,
+        wake: zmq.Socket[bytes] | None = None,
+        keys: JobKeys | None = None,
+    ) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._in = context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
-        self._in.bind(to_core_address)
-        self.address = bound_address(self._in)
+        self.address = bind(self._in, to_core_address, keys)
         self._poller = zmq.Poller()
         for socket in (self._in,) if wake is None else (self._in, wake):
             self._poller.register(socket, zmq.POLLIN)
         self._out = context.socket(zmq.PUSH)
         self._out.setsockopt(zmq.SNDHWM, 0)
         self._out.setsockopt(zmq.LINGER, 1000)
-        self._out.connect(from_core_address)
+        connect(self._out, from_core_address, keys)
 
     def receive(self, timeout: float) -> list[messages.Message]:
         received: list[messages.Message] = []

@@ -18,7 +18,6 @@ import msgspec
 
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError
 from moe_engine.types import StepPlan, StepResult
-from moe_engine.worker.plan_channel import PlanSender
 from moe_engine.worker.rank_progress import Progress
 
 MAX_AHEAD = 64
@@ -102,6 +101,17 @@ def call_one(worker: LocalWorker, method: str) -> Future[Any]:
 
     worker.call_all(method).add_done_callback(arrived)
     return answer
+
+
+class PlanSender(Protocol):
+    """Where plans leave for the followers."""
+
+    sequence: int
+    """Of the last plan sent."""
+
+    def send(self, plan: StepPlan) -> int: ...
+
+    def stop(self) -> None: ...
 
 
 class Watch(Protocol):

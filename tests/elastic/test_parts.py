@@ -226,7 +226,7 @@ class Hub:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rank_hub, "LocalRanks", Mock())
-        monkeypatch.setattr(rank_hub, "open_store", lambda options: Mock(port=1))
+        monkeypatch.setattr(rank_hub, "open_store", lambda options, host: Mock(port=1))
         options = RankGroupOptions(3, lambda: None, num_groups=3, coverage=Coverage(4, 4))
         self.hub = rank_hub.RankHub(None, options, Mock(board_path=folder / "board"))
         self.told: list[Survivors] = []

@@ -25,6 +25,7 @@ class FakeCore:
 
     def __init__(self, folder: Path, name: str, groups: int) -> None:
         self.name = name
+        self.keys = None
         self.from_core: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self.from_core.bind(f"ipc://{folder}/{name}-from")
         self.to_core_addresses = [f"ipc://{folder}/{name}-{group}" for group in range(groups)]

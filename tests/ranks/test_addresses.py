@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.engine.ranks import world as rank_world
+from moe_engine.engine.ranks import addresses as rank_addresses
 from moe_engine.engine.ranks.options import RankGroupOptions
 from moe_engine.errors import ConfigError
 from tests.ranks.hosts import ADDRESSES, two_hosts, why_not
@@ -38,10 +38,24 @@ def test_an_address_that_others_know_is_bound_itself(resolve: Callable[[str], No
 
 
 @pytest.mark.parametrize("own", ["127.0.1.1", "127.0.0.1"])
-def test_a_name_that_means_the_machine_itself_is_bound_everywhere(resolve: Callable[[str], None], own: str) -> None:
+def test_a_name_that_means_the_machine_itself_is_bound_at_one_address_of_its_network(
+    resolve: Callable[[str], None], own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resolve(own)
-    assert options().leader_bind() == "tcp://*:20000" and options().leader_bind("*") == "tcp://*:*"
-    assert options().leader_advertised("tcp://0.0.0.0:41234") == "tcp://node0:41234"
+    monkeypatch.setattr(rank_addresses, "_source_address", lambda family, destination: "10.1.2.3")
+    assert options().leader_bind() == "tcp://10.1.2.3:20000" and options().leader_bind("*") == "tcp://10.1.2.3:*"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "localhost"])
+def test_loopback_that_was_asked_for_is_bound_itself(resolve: Callable[[str], None], host: str) -> None:
+    bound = "127.0.0.1" if host == "localhost" else host
+    resolve(bound)
+    assert options(f"{host}:20000").leader_bind() == f"tcp://{bound}:20000"
+
+
+def test_the_interface_for_small_messages_is_taken_before_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rank_addresses.INTERFACE_VARIABLE, "lo")
+    assert rank_addresses.network_address() == "127.0.0.1"
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,12 +75,12 @@ def test_own_address_is_the_one_on_the_way_out(monkeypatch: pytest.MonkeyPatch) 
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (found.get((host, port), host), port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    routes = {("127.0.1.1", 9): "127.0.1.1", rank_world.ELSEWHERE: "10.1.2.3"}
-    monkeypatch.setattr(rank_world, "_source_address", lambda family, destination: routes[destination])
-    assert rank_world.own_address_towards("node0") == "10.1.2.3"
-    routes[rank_world.ELSEWHERE] = ""  # no route leads out: some address of a network that both are in
-    monkeypatch.setattr(rank_world, "_first_address", lambda: "10.9.9.9")
-    assert rank_world.own_address_towards("node0") == "10.9.9.9"
+    routes = {("127.0.1.1", 9): "127.0.1.1", rank_addresses.ELSEWHERE: "10.1.2.3"}
+    monkeypatch.setattr(rank_addresses, "_source_address", lambda family, destination: routes[destination])
+    assert rank_addresses.own_address_towards("node0") == "10.1.2.3"
+    routes[rank_addresses.ELSEWHERE] = ""  # no route leads out: some address of a network that both are in
+    monkeypatch.setattr(rank_addresses, "_first_address", lambda: "10.9.9.9")
+    assert rank_addresses.own_address_towards("node0") == "10.9.9.9"
 
 
 LISTEN = """
@@ -77,14 +91,14 @@ socket = zmq.Context.instance().socket(zmq.REP)
 socket.bind(options.leader_bind())
 other = zmq.Context.instance().socket(zmq.REP)
 other.bind(options.leader_bind("*"))
-print(options.leader_advertised(other.getsockopt(zmq.LAST_ENDPOINT).rstrip(bytes(1)).decode()), flush=True)
+print(other.getsockopt(zmq.LAST_ENDPOINT).rstrip(bytes(1)).decode(), flush=True)
 assert socket.poll(20000)
 socket.send(b"from node0 to " + socket.recv())
 """
 ASK = """
 import zmq
 from moe_engine.engine.ranks.options import RankGroupOptions
-from moe_engine.engine.ranks.world import own_address_towards
+from moe_engine.engine.ranks.addresses import own_address_towards
 options = RankGroupOptions(2, print, num_nodes=2, node_rank=1, leader_address="node0:20000")
 socket = zmq.Context.instance().socket(zmq.REQ)
 socket.connect(options.leader_tcp())
@@ -112,5 +126,5 @@ def test_a_host_with_such_a_name_is_reached_from_another(tmp_path: Path) -> None
             for process in started:
                 process.kill()
                 process.wait()
-    assert outputs[0].startswith("tcp://node0:")
+    assert outputs[0].startswith(f"tcp://{ADDRESSES[0]}:")
     assert outputs[1] == f"from node0 to {ADDRESSES[1]}\n"

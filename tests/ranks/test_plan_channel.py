@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from moe_engine.engine.ranks.plan_channel import PlanReceiver, PlanSender, Step, Stop
 from moe_engine.errors import CheckpointError, EngineDeadError
 from moe_engine.parallel.collectives import PeerLost, SingleRank
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
 from moe_engine.worker.agreed_sampler import AgreedSampler
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.plan_channel import PlanReceiver, PlanSender, Step, Stop
 from moe_engine.worker.rank_group import MAX_AHEAD, RankGroupWorker, RankLost, Survivors
 from moe_engine.worker.rank_progress import Progress
 from moe_engine.worker.runner import StepError
@@ -61,9 +61,10 @@ def sender(tmp_path: Path) -> PlanSender:
 def test_plans_arrive_whole_and_in_order_at_every_follower(sender: PlanSender) -> None:
     rng = random.Random(2)
     plans = [random_plan(rng, 10 + 3 * i) for i in range(300)]
-    receivers = [PlanReceiver(sender.address) for _ in range(3)]
-    assert not sender.wait_subscribed(4, 0.2)
-    assert sender.wait_subscribed(3, 5.0)
+    names = ["rank1", "rank2", "rank3"]
+    receivers = [PlanReceiver(sender.address, name) for name in names]
+    assert not sender.wait_subscribed([*names, "rank4"], 0.2)
+    assert sender.wait_subscribed(names, 5.0)
     for plan in plans:
         sender.send(plan)
     sender.stop()
@@ -76,8 +77,8 @@ def test_plans_arrive_whole_and_in_order_at_every_follower(sender: PlanSender) -
 
 
 def test_a_lost_plan_is_noticed(sender: PlanSender) -> None:
-    receiver = PlanReceiver(sender.address)
-    sender.wait_subscribed(1, 5.0)
+    receiver = PlanReceiver(sender.address, "rank1")
+    assert sender.wait_subscribed(["rank1"], 5.0)
     sender.send(StepPlan(1))
     assert receiver.receive(5.0) is not None
     sender.sequence += 1  # one that a broken connection swallowed

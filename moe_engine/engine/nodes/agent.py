@@ -20,11 +20,12 @@ from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.nodes import messages as news
 from moe_engine.engine.nodes.known_address import KnownAddress, host_of
 from moe_engine.engine.ranks import messages as rank_messages
+from moe_engine.engine.ranks.addresses import own_address_towards
 from moe_engine.engine.ranks.link import RankLink
 from moe_engine.engine.ranks.node import NodeRanks, first_sigterm_ignored, wait_for_leader
 from moe_engine.engine.ranks.options import WatchLimits
 from moe_engine.engine.ranks.worker import fingerprint, rank_group_options
-from moe_engine.engine.ranks.world import own_address_towards
+from moe_engine.engine.zmq_sockets import job_keys
 from moe_engine.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger("moe_engine")
@@ -171,7 +172,10 @@ class NodeAgent:
         hello = news.NodeHello(plan.node_rank, host, pid, fingerprint(config))
         address = KnownAddress(plan.leader_address).tcp()
         identity = f"node{plan.node_rank} {host} {pid}"  # of two with the same number the second is told so
-        self._link = NodeLink(address, identity, hello, self._beat, self._limits, self._leave, inbox=self._inbox)
+        keys = job_keys(plan.secret)
+        self._link = NodeLink(
+            address, identity, hello, self._beat, self._limits, self._leave, keys=keys, inbox=self._inbox
+        )
 
     def run(self) -> int:
         """Until node 0 says that this node is to leave; returns the exit code.

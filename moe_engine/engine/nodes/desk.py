@@ -14,18 +14,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 
 from moe_engine.config.resolve_parallel import ParallelPlan
 from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.core_process import CoreProcess
+from moe_engine.engine.frames import FrameReader
 from moe_engine.engine.nodes import messages as news
 from moe_engine.engine.nodes.known_address import KnownAddress
 from moe_engine.engine.nodes.remote_core import RemoteCore
 from moe_engine.engine.ranks.options import WatchLimits
 from moe_engine.engine.ranks.watch import TICK_SECONDS, Silence
-from moe_engine.errors import ConfigError
+from moe_engine.engine.watched_thread import start_watched
+from moe_engine.engine.zmq_sockets import bind, job_keys
 
 logger = logging.getLogger("moe_engine")
 
@@ -69,10 +70,9 @@ class NodeDesk:
         self._known = KnownAddress(plan.leader_address)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        try:
-            self._socket.bind(self._known.bind())
-        except zmq.ZMQError as error:
-            raise ConfigError(f"--dist-init-addr {plan.leader_address}: cannot listen there: {error}") from None
+        self._keys = job_keys(plan.secret)
+        bind(self._socket, self._known.bind(), self._keys, f"--dist-init-addr {plan.leader_address}")
+        self._reader = FrameReader(f"nodes at {self._known.text}", news.decode_to_front)
         self._nodes = [NodeState(rank) for rank in range(1, plan.num_nodes)]
         self._cores: list[CoreHandle] = []
         self._meetings: dict[int, str] = {}
@@ -82,18 +82,18 @@ class NodeDesk:
         self._armed = False
         self._ending: news.End | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="node desk", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def core(self, replica: int) -> RemoteCore:
         """Of a replica that another node leads."""
         node = self._plan.nodes_of(replica)[0]
-        return RemoteCore(self, replica, node, self._plan.topology.attn_dp_size, self._known)
+        return RemoteCore(self, replica, node, self._plan.topology.attn_dp_size, self._known, self._keys)
 
     def open(self, cores: Sequence[CoreHandle]) -> None:
         """Args: cores: of all replicas."""
         self._cores = list(cores)
         self._unreleased = {core.replica for core in self._remote}
-        self._thread.start()
+        self._thread = start_watched("node desk", self._run, self._failed)
 
     @property
     def _remote(self) -> list[RemoteCore]:
@@ -129,13 +129,18 @@ class NodeDesk:
         self._unreleased.discard(replica)
         if not self._unreleased:
             self._closing.set()
-            if self._thread.is_alive():
+            if self._thread is not None:
                 self._thread.join(2.0)
 
     def _tell_all(self, message: news.ToNode) -> None:
         for state in self._nodes:
             if state.is_here:
                 self._outbox.put((state.identity, message))
+
+    def _failed(self, message: str) -> None:
+        """The thread ended: no news of the other nodes will come."""
+        for core in self._remote:
+            core.lost(message)
 
     # -- the thread
 
@@ -159,13 +164,10 @@ class NodeDesk:
         """All that has arrived."""
         while True:
             try:
-                identity, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                message = news.decode_to_front(body)
-            except msgspec.MsgspecError as error:
-                logger.warning("Somebody sent what no node says to %s: %s", self._known.text, error)
+            if (message := self._reader.take(frames)) is None:
                 continue
             state = next((state for state in self._nodes if state.identity == identity), None)
             answer: news.ToNode = news.Heard()

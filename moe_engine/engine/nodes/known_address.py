@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import socket
 from dataclasses import dataclass
 
-import zmq
-
+from moe_engine.engine.ranks.addresses import network_address
 from moe_engine.errors import ConfigError
+
+logger = logging.getLogger("moe_engine")
 
 
 @dataclass(frozen=True)
@@ -26,26 +29,40 @@ class KnownAddress:
         Raises:
             ConfigError: the host cannot be resolved.
         """
-        try:
-            ip = socket.gethostbyname(self.host)
-        except OSError as error:
-            raise ConfigError(f"--dist-init-addr {self.text}: unknown host: {error}") from None
-        return f"tcp://{ip}:{port or self.text.rpartition(':')[2]}"
+        return f"tcp://{self._ip()}:{port or self.port}"
 
     def bind(self, port: str | None = None) -> str:
-        """Where that node listens, as `tcp`; on every interface where its own name means the machine itself to it
-        (Debian's ``127.0.1.1 node0`` in /etc/hosts)."""
-        scheme, _, rest = self.tcp(port).partition("//")
-        return f"{scheme}//*:{rest.rpartition(':')[2]}" if rest.startswith("127.") else f"{scheme}//{rest}"
+        """Where that node listens: one address. Its own name may mean loopback to it (Debian's ``127.0.1.1 node0`` in
+        /etc/hosts) and not to others; the address is then that of its network (`network_address`).
 
-    def advertised(self, bound: str) -> str:
-        """What others call an address that the node has bound by `bind`."""
-        return f"tcp://{self.host}:{bound.rpartition(':')[2]}"
+        Raises:
+            ConfigError: as `tcp`.
+        """
+        ip = self._ip()
+        if ip.startswith("127.") and not self._is_loopback:
+            own = network_address() or ip
+            if port is None:
+                logger.info("%s is %s to this host itself: nodes are expected at %s", self.host, ip, own)
+            ip = own
+        return f"tcp://{ip}:{port or self.port}"
 
+    @property
+    def port(self) -> str:
+        return self.text.rpartition(":")[2]
 
-def bound_address(socket: zmq.Socket[bytes]) -> str:
-    """What a socket was last bound to, with the port that it got."""
-    return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+    @property
+    def _is_loopback(self) -> bool:
+        """Whether the host means loopback to every machine."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost" or self.host.endswith(".localhost")
+
+    def _ip(self) -> str:
+        try:
+            return socket.gethostbyname(self.host)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--dist-init-addr {self.text}: unknown host: {error}") from None
 
 
 def host_of(address: str) -> str:

@@ -13,9 +13,10 @@ import zmq
 from moe_engine.engine import messages
 from moe_engine.engine.core_handle import CoreHandle, start_error
 from moe_engine.engine.nodes import messages as news
-from moe_engine.engine.nodes.known_address import KnownAddress, bound_address
+from moe_engine.engine.nodes.known_address import KnownAddress
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
+from moe_engine.engine.zmq_sockets import JobKeys, bind
 from moe_engine.errors import EngineDeadError
 
 logger = logging.getLogger("moe_engine")
@@ -40,7 +41,9 @@ class Desk(Protocol):
 class RemoteCore(CoreHandle):
     """Methods with words of the node are called from the desk's thread."""
 
-    def __init__(self, desk: Desk, replica: int, node_rank: int, num_groups: int, front: KnownAddress) -> None:
+    def __init__(
+        self, desk: Desk, replica: int, node_rank: int, num_groups: int, front: KnownAddress, keys: JobKeys | None
+    ) -> None:
         super().__init__(f"engine core DP{replica} on node {node_rank}")
         self.replica, self._desk = replica, desk
         self._pid = 0
@@ -49,8 +52,8 @@ class RemoteCore(CoreHandle):
         self.to_core_addresses = []
         self.from_core = zmq.Context.instance().socket(zmq.PULL)
         self.from_core.setsockopt(zmq.RCVHWM, 0)
-        self.from_core.bind(front.bind("*"))
-        self.front_address = front.advertised(bound_address(self.from_core))
+        self.keys = keys
+        self.front_address = bind(self.from_core, front.bind("*"), keys, f"--dist-init-addr {front.text}")
         self._start: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._stopped = False

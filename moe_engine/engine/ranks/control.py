@@ -15,17 +15,22 @@ from typing import Any
 import msgspec
 import zmq
 
-from moe_engine.engine.nodes.known_address import bound_address
+from moe_engine.engine.frames import FrameReader
 from moe_engine.engine.ranks import messages
-from moe_engine.engine.ranks.echo import echoing_rank
+from moe_engine.engine.ranks.echo import echo_of, echoed
 from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.engine.ranks.peers import Peers
 from moe_engine.engine.ranks.watch import TICK_SECONDS, RankWatch
-from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError
+from moe_engine.engine.watched_thread import start_watched
+from moe_engine.engine.zmq_sockets import SECRET_HINT, HandshakeMonitor, bind
+from moe_engine.errors import EngineDeadError, MoeEngineError
 from moe_engine.worker.rank_group import Survivors
 
 logger = logging.getLogger("moe_engine")
 
 PING_SECONDS = 0.5
+MAX_RECEIVED = 1024
+"""Messages read in one turn, so that a flood of them does not keep this thread from the watch and from its answers."""
 
 
 @dataclass
@@ -61,25 +66,21 @@ class RankControl:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"--dist-init-addr {options.leader_address}: cannot listen there: {error}") from None
-        self.address = bound_address(self._socket)
-        self._peers: set[bytes] = set()
-        self._echoes: set[bytes] = set()
+        self._monitor = HandshakeMonitor(self._socket)
+        self.address = bind(self._socket, address, options.keys, options.leader_flag)
+        self._reader = FrameReader("control channel of the ranks", messages.decode_to_leader)
+        self._peers = Peers(options)
         self._pinged = 0.0
         self._asked: queue.SimpleQueue[tuple[str, Future[list[Any]], int]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[bytes, messages.Answers]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, messages.Answers]] = queue.SimpleQueue()
         self._calls: dict[int, RankCall] = {}
         self._call_ids = itertools.count()
         watch.on_verdict(self._fail_calls)
         watch.on_survivors(self._regroup)
         self._welcome: messages.Welcome | None = None
-        self._uninvited: dict[int, bytes] = {}  # by rank: those that have said hello
+        self._uninvited: set[int] = set()  # ranks that have said hello
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rank control", daemon=True)
-        self._thread.start()
+        self._thread = start_watched("rank control", self._run, watch.give_up)
 
     def invite(self, welcome: messages.Welcome) -> None:
         """Sends the welcome to every rank, now and to those that come later, each with its group's plan address."""
@@ -102,6 +103,8 @@ class RankControl:
         while not self._closing.is_set():
             if self._socket.poll(int(TICK_SECONDS * 1000)):
                 self._receive()
+            if failed := self._monitor.num_failed():
+                self._reader.drop(f"{failed} connections were refused in their handshake: {SECRET_HINT}")
             now = time.monotonic()
             if now - last >= TICK_SECONDS:
                 self._watch.tick(now - last)
@@ -110,7 +113,7 @@ class RankControl:
             self._invite_those_that_can_come()
             self._begin_calls()
             while not self._answers.empty():
-                self._tell(*self._answers.get())
+                self._tell_rank(*self._answers.get())
             if self._watch.all_loaded and not released:
                 released = True
                 self._tell_all(messages.Go(self._watch.step_addresses))
@@ -119,6 +122,7 @@ class RankControl:
                 self._tell_all(messages.Leave(str(self._watch.verdict)))
             if not self._watch.all_loaded and self._watch.verdict is None:
                 told = self._wait_patiently(now, began, told)
+        self._monitor.close()
         self._socket.close()
 
     def _wait_patiently(self, now: float, began: float, told: float) -> float:
@@ -132,34 +136,47 @@ class RankControl:
         return told
 
     def _receive(self) -> None:
-        """All that has arrived."""
-        while True:
+        """What has arrived, up to `MAX_RECEIVED` messages. Whatever is no message of a member is dropped."""
+        for _ in range(MAX_RECEIVED):
             try:
-                identity, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if (rank := echoing_rank(identity)) is not None:
-                self._echoes.add(identity)
-                if rank < self._options.size:
+            if (echo := echoed(identity)) is not None:
+                if (rank := self._peers.rank_of(echo)) is not None:
                     self._watch.runs(rank)
-                continue
-            self._peers.add(identity)
-            message = messages.decode_to_leader(body)
-            if isinstance(message, messages.Hello) and message.rank < self._options.size:
-                self._uninvited[message.rank] = identity
-            self._take(message)
-            if self._watch.verdict is not None:
-                self._tell(identity, messages.Leave(str(self._watch.verdict)))
-            else:
-                self._tell(identity, messages.Alive())
+            elif (message := self._reader.take(frames)) is not None:
+                if (refusal := self._refusal(identity, message)) is not None:
+                    self._reader.drop(refusal)
+                else:
+                    self._take(message)
+                    self._acknowledge(identity)
+
+    def _refusal(self, identity: bytes, message: messages.ToLeader) -> str | None:
+        """Why a message does not count; None for those of members. A rank or node that says hello becomes one, or is
+        sent away with the reason."""
+        if isinstance(message, messages.Hello):
+            refusal = self._peers.join_rank(identity, message.rank)
+        elif isinstance(message, messages.NodeHere):
+            refusal = self._peers.join_node(identity, message.node_rank)
+        else:
+            return self._peers.refusal(identity, message)
+        if refusal is None:
+            return None
+        self._tell(identity, messages.Leave(str(self._watch.verdict or refusal)))
+        return f"{message.host} (pid {message.pid}) asks to join, and {refusal}"
+
+    def _acknowledge(self, identity: bytes) -> None:
+        verdict = self._watch.verdict
+        self._tell(identity, messages.Leave(str(verdict)) if verdict is not None else messages.Alive())
 
     def _ping(self, now: float) -> None:
         """During the start, when beats may be missing from ranks that are well."""
         if self._watch.armed or now - self._pinged < PING_SECONDS:
             return
         self._pinged = now
-        for identity in self._echoes:
-            self._socket.send_multipart([identity, b""])
+        for identity in self._peers.of_ranks:
+            self._socket.send_multipart([echo_of(identity), b""])
 
     def _take(self, message: messages.ToLeader) -> None:
         watch = self._watch
@@ -189,9 +206,7 @@ class RankControl:
             watch.died(message.rank, message.how)
 
     def _greet(self, hello: messages.Hello) -> None:
-        if hello.rank not in range(self._options.size):
-            self._watch.give_up(f"rank {hello.rank} on {hello.host} asks to join, but there are {self._options.size}")
-            return
+        self._uninvited.add(hello.rank)
         self._watch.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
         if hello.fingerprint != self._options.fingerprint:
             who = self._watch.describe(hello.rank)
@@ -203,7 +218,7 @@ class RankControl:
             number, asked = next(self._call_ids), [rank for rank in self._living if rank != asking]
             self._calls[number] = RankCall(future, asked)
             for rank in asked:
-                self._tell(_identity(rank), messages.Run(number, method))
+                self._tell_rank(rank, messages.Run(number, method))
             self._end_if_answered(number)
 
     def _ask_for(self, ask: messages.Ask) -> None:
@@ -212,17 +227,17 @@ class RankControl:
         def answered(done: Future[list[Any]]) -> None:
             error = done.exception()
             values, why = (done.result(), "") if error is None else ([], str(error))
-            self._answers.put((_identity(ask.rank), messages.Answers(ask.id, values, why)))
+            self._answers.put((ask.rank, messages.Answers(ask.id, values, why)))
 
         self.call_all(ask.method, ask.rank).add_done_callback(answered)
 
     def _answered(self, answer: messages.Answer) -> None:
         call = self._calls.get(answer.id)
-        if call is None:
+        if call is None or answer.rank not in call.asked:
             return
         if answer.error:
-            del self._calls[answer.id]
-            call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
+            if self._calls.pop(answer.id, None) is not None:  # else a verdict on another thread was quicker
+                call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
             return
         call.answers[answer.rank] = answer.value
         self._end_if_answered(answer.id)
@@ -240,7 +255,7 @@ class RankControl:
 
     def _regroup(self, survivors: Survivors) -> None:
         for rank in self._living:
-            self._tell(_identity(rank), messages.Regroup(survivors))
+            self._tell_rank(rank, messages.Regroup(survivors))
         for number, call in list(self._calls.items()):  # nobody waits for the lost, nor forgets what they have told
             call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
             self._end_if_answered(number)
@@ -254,20 +269,20 @@ class RankControl:
         if self._welcome is None or not self._uninvited:
             return
         places = self._options.places
-        for rank, identity in list(self._uninvited.items()):
+        for rank in list(self._uninvited):
             group = places[rank].group
             address = self._watch.plan_address_of(group) if group else self._welcome.plan_address
             if address or self._options.group_size == 1:
-                del self._uninvited[rank]
-                self._tell(identity, msgspec.structs.replace(self._welcome, plan_address=address))
+                self._uninvited.discard(rank)
+                self._tell_rank(rank, msgspec.structs.replace(self._welcome, plan_address=address))
 
     def _tell_all(self, message: messages.ToRank) -> None:
-        for identity in self._peers:
+        for identity in self._peers.all:
+            self._tell(identity, message)
+
+    def _tell_rank(self, rank: int, message: messages.ToRank) -> None:
+        if (identity := self._peers.identity_of(rank)) is not None:
             self._tell(identity, message)
 
     def _tell(self, identity: bytes, message: messages.ToRank) -> None:
         self._socket.send_multipart([identity, messages.encode(message)])
-
-
-def _identity(rank: int) -> bytes:
-    return f"rank{rank}".encode()

@@ -8,29 +8,39 @@ it or its link is gone.
 from __future__ import annotations
 
 import contextlib
-import threading
 
 import zmq
 
-_PREFIX = b"echo"
+from moe_engine.engine.watched_thread import start_watched
+from moe_engine.engine.zmq_sockets import JobKeys, connect
+
+_PREFIX = b"echo "
 
 
-def start_echo(address: str, rank: int) -> None:
-    """Answers pings of the leader at `address` from now on, for as long as the process runs."""
+def start_echo(address: str, identity: str, keys: JobKeys | None = None) -> None:
+    """Answers pings of the leader at `address` from now on, for as long as the process runs.
+
+    Args:
+        identity: of the process's link to the leader (`peers.identity_of_process`).
+    """
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, _PREFIX + str(rank).encode())
+    socket.setsockopt(zmq.IDENTITY, _PREFIX + identity.encode())
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(address)
-    socket.send(b"")  # the leader learns whom it can ping
+    connect(socket, address, keys)
 
     def answer() -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the process ends
+        with contextlib.suppress(zmq.ContextTerminated):  # the process ends
             zmq.proxy(socket, socket)
 
-    threading.Thread(target=answer, name="echo", daemon=True).start()
+    # Beats go on without the echo, so its failure matters during the start only, and there the leader notices it.
+    start_watched("echo", answer, lambda message: None)
 
 
-def echoing_rank(identity: bytes) -> int | None:
-    """The rank whose echo a message is; None for other messages."""
-    number = identity.removeprefix(_PREFIX)
-    return int(number) if identity.startswith(_PREFIX) and number.isdigit() else None
+def echo_of(identity: bytes) -> bytes:
+    """The identity of the echo of a process."""
+    return _PREFIX + identity
+
+
+def echoed(identity: bytes) -> bytes | None:
+    """The identity of the process whose echo a message is; None for other messages."""
+    return identity.removeprefix(_PREFIX) if identity.startswith(_PREFIX) else None

@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.engine.messages import GroupsLost
 from moe_engine.engine.ranks import messages as rank_messages
+from moe_engine.engine.ranks.addresses import LOOPBACK
 from moe_engine.engine.ranks.control import RankControl
 from moe_engine.engine.ranks.options import RankGroupOptions
 from moe_engine.engine.ranks.process import LocalRanks
 from moe_engine.engine.ranks.watch import RankWatch
 from moe_engine.engine.ranks.world import open_store, quieten_torch
+from moe_engine.engine.watched_thread import start_watched
 from moe_engine.errors import ConfigError
 from moe_engine.worker.rank_group import RankLost, Survivors
 
@@ -66,7 +67,7 @@ class RankHub:
             RankLost: a rank failed, died or did not come; names it.
         """
         began = time.monotonic()
-        threading.Thread(target=self._open, name="store", daemon=True).start()
+        start_watched("store", self._open, self._watch.give_up)
         while not self._watch.all_loaded:
             if self._watch.verdict is not None:
                 raise ConfigError(str(self._watch.verdict)) if self._watch.config_error else self._watch.verdict
@@ -108,9 +109,9 @@ class RankHub:
         """Opens the store and tells the ranks where it is."""
         options = self._options
         try:
-            self._store = open_store(options)
+            self._store = open_store(options, LOOPBACK)
         except Exception as error:
             self._watch.give_up(f"the store through which ranks meet cannot be opened: {error}")
             return
         leader = f"the hub of all ranks (pid {os.getpid()})"
-        self._control.invite(rank_messages.Welcome("", options.leader_host, self._store.port, leader))
+        self._control.invite(rank_messages.Welcome("", LOOPBACK, self._store.port, leader))

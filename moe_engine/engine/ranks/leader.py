@@ -9,20 +9,24 @@ import os
 import socket
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from moe_engine.engine.nodes.known_address import host_of
 from moe_engine.engine.ranks import messages
+from moe_engine.engine.ranks.addresses import LOOPBACK
 from moe_engine.engine.ranks.control import RankControl
 from moe_engine.engine.ranks.lockstep import Lockstep, StepMesh
 from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.engine.ranks.plan_channel import PlanSender
 from moe_engine.engine.ranks.process import LocalRanks
 from moe_engine.engine.ranks.watch import RankWatch
 from moe_engine.engine.ranks.world import RankWorld, open_store, quieten_torch
 from moe_engine.engine.status_board import StatusBoard
+from moe_engine.engine.watched_thread import start_watched
 from moe_engine.errors import ConfigError
-from moe_engine.worker.plan_channel import PlanSender
 from moe_engine.worker.rank_group import Failure, RankGroupWorker, RankLost, kernels_of
 from moe_engine.worker.rank_progress import Progress
 
@@ -66,11 +70,11 @@ class RankGroup:
             for place in options.places
             if place.leads and place.node_rank != options.node_rank
         }
-        self._control = RankControl(control, options, self.watch, lambda group, values: self._show(group, values))
-        self.address = self._advertised(self._control.address)
+        self._control = RankControl(control, options, self.watch, self._show)
+        self.address = self._control.address
         """Where ranks join."""
-        self._sender = PlanSender(plans)
-        self._mesh = StepMesh(0, options.num_groups, steps) if options.num_groups > 1 else None
+        self._sender = PlanSender(plans, options.keys)
+        self._mesh = StepMesh(0, options.num_groups, steps, options.keys) if options.num_groups > 1 else None
         self._ranks = LocalRanks(config, options, self.address, self.watch.died, log_level, spec)
         self._worker: RankGroupWorker | None = None
 
@@ -93,12 +97,12 @@ class RankGroup:
         """
         began = time.monotonic()
         prepared: list[Any] = []
-        threading.Thread(target=self._prepare, args=(prepared,), name="rank-start", daemon=True).start()
+        start_watched("rank-start", partial(self._prepare, prepared), self.watch.give_up)
         while not (self.watch.all_loaded and prepared):
             self._ranks.find_held(self.watch.died)
             if self._lost.wait(0.01):
                 self._raise()
-        if not self._sender.wait_subscribed(self._options.group_size - 1, self._options.limits.silent):
+        if not self._sender.wait_subscribed(self._options.followers_of(0), self._options.limits.silent):
             self.watch.give_up("a rank is ready but does not listen for plans")
             self._raise()
         self.watch.arm()
@@ -151,29 +155,23 @@ class RankGroup:
             return
         self._progress.ready = True
         prepared.append(worker)
-        steps = self._advertised(self._mesh.address) if self._mesh is not None else ""
+        steps = self._mesh.address if self._mesh is not None else ""
         self.watch.loaded(0, kernels_of(worker), step_address=steps)
 
     def _meet(self) -> None:
         """Opens the store, tells the others where it is, and joins them."""
         options = self._options
-        self._store = open_store(options)
-        self._control.invite(
-            messages.Welcome(
-                self._advertised(self._sender.address),
-                options.leader_host,
-                self._store.port,
-                self.watch.describe(0),
-                self._front_address,
-            )
+        host = LOOPBACK if options.leader_address is None else host_of(self.address)
+        self._store = open_store(options, host)
+        welcome = messages.Welcome(
+            self._sender.address, host, self._store.port, self.watch.describe(0), self._front_address
         )
-        RankWorld(options, options.places[0], options.leader_host, self._store.port, self._store).join()
-
-    def _advertised(self, address: str) -> str:
-        return address if self._options.leader_address is None else self._options.leader_advertised(address)
+        self._control.invite(welcome)
+        RankWorld(options, options.places[0], host, self._store.port, self._store).join()
 
     def _show(self, group: int, values: list[float]) -> None:
-        self._boards[group].unpack(values)
+        if group in self._boards:  # else its board is on this node
+            self._boards[group].unpack(values)
 
     def _raise(self) -> None:
         verdict = self.watch.verdict or RankLost("a rank is lost")

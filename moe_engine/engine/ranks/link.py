@@ -16,14 +16,21 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
+from moe_engine.engine.frames import FrameReader
 from moe_engine.engine.ranks import messages
 from moe_engine.engine.ranks.echo import start_echo
 from moe_engine.engine.ranks.options import WatchLimits
 from moe_engine.engine.ranks.watch import Silence
+from moe_engine.engine.watched_thread import start_watched
+from moe_engine.engine.zmq_sockets import HandshakeMonitor, JobKeys, connect
 from moe_engine.errors import EngineDeadError
 from moe_engine.worker.rank_group import Failure, Survivors
 
 BEAT_SECONDS = 0.2
+MAX_RECEIVED = 1024
+"""Messages read in one turn, so that beats go out whatever comes in."""
+LEAVE_SECONDS = 10.0
+"""For the leader to end this process after it has learnt of a failure here."""
 HEARD_SECONDS = 5.0
 """For the leader to answer the last word of a process that has served to the end."""
 
@@ -45,6 +52,7 @@ class RankLink:
             after `start_silent`.
         leave: called from the link's thread, once, with the reason why this process must end now.
         run: begins a call that the leader asks for; its future holds the answer.
+        keys: of sockets between nodes.
         regroup: told, from the link's thread, that ranks were lost and the others go on.
     """
 
@@ -60,6 +68,7 @@ class RankLink:
         leave: Callable[[str], None],
         run: Callable[[str], Future[Any]] | None = None,
         regroup: Callable[[Survivors], None] = lambda survivors: None,
+        keys: JobKeys | None = None,
     ) -> None:
         self.welcome: Future[messages.Welcome] = Future()
         self.go: Future[messages.Go] = Future()
@@ -67,6 +76,7 @@ class RankLink:
         self._identity, self._hello, self._sign = identity, hello, sign
         self._limits, self._leave = limits, leave
         self._run_call, self._regroup = run, regroup
+        self._keys = keys
         self._leader = f"the leader at {address}"
         self._asked: dict[int, Future[list[Any]]] = {}
         self._ask_ids = itertools.count()
@@ -74,12 +84,14 @@ class RankLink:
         self._wake = threading.Event()
         self.met = threading.Event()
         """Set when the leader has answered."""
+        self.refused_since: float | None = None
+        """When the leader's end first refused the handshake of this connection; None where it never did."""
         self._closing = self._until_heard = False
         self._unheard = 0  # messages that the leader has not answered yet
         if isinstance(hello, messages.Hello):
-            start_echo(address, hello.rank)
-        self._thread = threading.Thread(target=self._run, name="rank link", daemon=True)
-        self._thread.start()
+            start_echo(address, identity, keys)
+        self._reader = FrameReader(f"{identity}, from the leader", self.decode)
+        self._thread = start_watched("rank link", self._run, leave)
 
     def send(self, message: msgspec.Struct) -> None:
         self._outbox.put(message)
@@ -116,14 +128,19 @@ class RankLink:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self._identity.encode())
         socket.setsockopt(zmq.LINGER, 500)
-        socket.connect(self.address)
+        monitor = HandshakeMonitor(socket)
+        connect(socket, self.address, self._keys)
         self._say(socket, self._hello)
         silence, last = Silence(BEAT_SECONDS), time.monotonic()
         while not self._closing:
-            while socket.poll(0):
-                self.met.set()
-                silence.heard()
-                self._hear(socket)
+            if monitor.num_failed() and self.refused_since is None:
+                self.refused_since = last
+            for _ in range(MAX_RECEIVED):
+                if not socket.poll(0):
+                    break
+                if self._hear(socket):
+                    self.met.set()
+                    silence.heard()
             self._say(socket, self._sign())
             self._flush(socket)
             self._wake.wait(BEAT_SECONDS)
@@ -139,6 +156,7 @@ class RankLink:
         self._flush(socket)
         while self._until_heard and self._unheard and socket.poll(int(HEARD_SECONDS * 1000)):
             self._hear(socket)
+        monitor.close()
         socket.close()
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
@@ -149,11 +167,15 @@ class RankLink:
         socket.send(messages.encode(message))
         self._unheard += 1
 
-    def _hear(self, socket: zmq.Socket[bytes]) -> None:
-        message = self.decode(socket.recv())
+    def _hear(self, socket: zmq.Socket[bytes]) -> bool:
+        """Whether what came is a message."""
+        message = self._reader.take(socket.recv_multipart())
+        if message is None:
+            return False
         if isinstance(message, messages.Alive):  # the answer to each
             self._unheard -= 1
         self._take(message)
+        return True
 
     def _take(self, message: messages.ToRank) -> None:
         if isinstance(message, messages.Welcome) and not self.welcome.done():
@@ -164,8 +186,10 @@ class RankLink:
         elif isinstance(message, messages.Run):
             self._begin(message)
         elif isinstance(message, messages.Answers):
-            asked = self._asked.pop(message.id)
-            if message.error:
+            asked = self._asked.pop(message.id, None)
+            if asked is None:
+                self._reader.drop(f"answers to call {message.id}, which was not made")
+            elif message.error:
                 asked.set_exception(EngineDeadError(message.error))
             else:
                 asked.set_result(message.values)
@@ -184,4 +208,9 @@ class RankLink:
             value = None if error is not None else done.result()
             self.send(messages.Answer(rank, run.id, value, f"{type(error).__name__}: {error}" if error else ""))
 
-        self._run_call(run.method).add_done_callback(answer)
+        try:
+            begun = self._run_call(run.method)
+        except Exception as error:
+            begun = Future()
+            begun.set_exception(error)
+        begun.add_done_callback(answer)

@@ -14,10 +14,13 @@ from dataclasses import replace
 import msgspec
 import zmq
 
-from moe_engine.engine.nodes.known_address import bound_address
+from moe_engine.engine.frames import FrameReader
+from moe_engine.engine.zmq_sockets import JobKeys, bind, connect
 from moe_engine.types import StepFacts, StepPlan
 
 POLL_MS = 50
+MAX_EARLY = 2
+"""Steps beyond the last complete one that a peer can be at: it waits there for this group's part of the first."""
 GONE = StepFacts(leaving=True)
 """What a lost group brings."""
 
@@ -36,19 +39,21 @@ class StepMesh:
 
     Args:
         address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
+        keys: of sockets between nodes.
     """
 
-    def __init__(self, group: int, num_groups: int, address: str) -> None:
+    def __init__(self, group: int, num_groups: int, address: str, keys: JobKeys | None = None) -> None:
         self.group, self.num_groups = group, num_groups
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.bind(address)
-        self.address = bound_address(self.socket)
+        self._keys = keys
+        self.address = bind(self.socket, address, keys)
         self._generation = 0
         self._alive = [True] * num_groups
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Told).decode
+        self._reader = FrameReader(f"steps of group {group}", msgspec.msgpack.Decoder(Told).decode)
+        self._complete = 0  # the last step of this generation that all have told
         self._told: dict[tuple[int, int], dict[int, StepFacts]] = {}  # by generation and step, by group
 
     def connect(self, addresses: list[str]) -> None:
@@ -59,12 +64,12 @@ class StepMesh:
             peer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
             peer.setsockopt(zmq.SNDHWM, 0)
             peer.setsockopt(zmq.LINGER, 1000)
-            peer.connect(address)
+            connect(peer, address, self._keys)
             self._peers[group] = peer
 
     def regroup(self, generation: int, alive: Sequence[bool]) -> None:
         """Goes on with the groups alive. What was told before is forgotten; what others have told already is not."""
-        self._generation, self._alive = generation, list(alive)
+        self._generation, self._alive, self._complete = generation, list(alive), 0
         self._told = {key: told for key, told in self._told.items() if key[0] >= generation}
         for group in [group for group in self._peers if not alive[group]]:
             self._peers.pop(group).close(0)
@@ -92,6 +97,7 @@ class StepMesh:
             if not self._receive(POLL_MS):
                 check()
         del self._told[key]
+        self._complete = number
         return tuple(told.get(group, GONE) for group in range(self.num_groups))
 
     def close(self) -> None:
@@ -101,13 +107,25 @@ class StepMesh:
     def _receive(self, timeout_ms: int) -> bool:
         if not self.socket.poll(timeout_ms):
             return False
-        while True:
-            try:
-                told = self._decode(self.socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return True
-            if told.generation >= self._generation:
-                self._told.setdefault((told.generation, told.number), {})[told.group] = told.facts
+        for told in self._reader.drain(self.socket):
+            if told.generation < self._generation:
+                continue  # from before a loss
+            facts = self._told.setdefault((told.generation, told.number), {}) if self._is_due(told) else None
+            if facts is None or told.group in facts:
+                self._reader.drop(
+                    f"group {told.group}'s part of step {told.number}, generation {told.generation}, after step "
+                    f"{self._complete} of generation {self._generation}"
+                )
+            else:
+                facts[told.group] = told.facts
+        return True
+
+    def _is_due(self, told: Told) -> bool:
+        """Whether another group can be at this step. Each generation begins with the loss of a group."""
+        if not 0 <= told.group < self.num_groups or told.group == self.group or not self._alive[told.group]:
+            return False
+        complete = self._complete if told.generation == self._generation else 0
+        return told.generation < self.num_groups and complete < told.number <= complete + MAX_EARLY
 
 
 class PrefillTurns:

@@ -11,18 +11,21 @@ import logging
 import os
 import socket
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_engine import logs
 from moe_engine.engine.process import read_spec
 from moe_engine.engine.ranks import messages
-from moe_engine.engine.ranks.link import RankLink, leave
+from moe_engine.engine.ranks.link import LEAVE_SECONDS, RankLink, leave
+from moe_engine.engine.ranks.options import plan_name
+from moe_engine.engine.ranks.peers import identity_of_process
+from moe_engine.engine.ranks.plan_channel import PlanReceiver, Stop
 from moe_engine.engine.ranks.process import RankSpec
 from moe_engine.engine.ranks.world import RankWorld, quieten_torch
 from moe_engine.errors import MoeEngineError
 from moe_engine.models import registry
-from moe_engine.worker.plan_channel import PlanReceiver, Stop
 from moe_engine.worker.rank_group import LocalWorker, call_one, kernels_of
 from moe_engine.worker.rank_progress import Progress
 
@@ -43,7 +46,13 @@ def main() -> NoReturn:
     for architecture in spec.outside_models:
         registry.register(*architecture)
     rank = _scheduling(spec) if spec.place.leads else Follower(spec)
-    os._exit(rank.run())  # a thread that hangs in a collective must not keep the process
+    code = 1
+    try:
+        code = rank.run()
+    except BaseException:
+        logger.critical("This rank failed", exc_info=True)
+    finally:
+        os._exit(code)  # a thread that hangs in a collective must not keep the process
 
 
 def _scheduling(spec: RankSpec) -> SchedulingRank:
@@ -61,12 +70,30 @@ class Follower:
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
         limits = spec.options.limits
         self._worker: Future[LocalWorker] = Future()
-        self._link = RankLink(spec.control_address, f"rank{self._rank}", hello, self._sign, limits, leave, self._call)
+        self._link = RankLink(
+            spec.control_address,
+            identity_of_process(f"rank{self._rank}"),
+            hello,
+            self._sign,
+            limits,
+            leave,
+            self._call,
+            keys=spec.options.keys,
+        )
 
     def run(self) -> int:
         """Returns the exit code after an orderly end; a lost group ends the process from the link's thread."""
+        try:
+            self._run()
+        except Exception as error:
+            self._link.send_failure(self._rank, error)
+            time.sleep(LEAVE_SECONDS)  # the leader ends this process
+            return 1
+        return 0
+
+    def _run(self) -> None:
         welcome = self._link.welcome.result()
-        receiver = PlanReceiver(welcome.plan_address)
+        receiver = PlanReceiver(welcome.plan_address, plan_name(self._rank), self._spec.options.keys)
         preparing = ThreadPoolExecutor(1, "rank-start").submit(self._prepare, welcome)
         preparing.add_done_callback(self._prepared)
         while True:
@@ -85,20 +112,18 @@ class Follower:
         if preparing.done() and not preparing.exception():
             preparing.result().close()
         self._link.close()
-        return 0
 
     def _prepare(self, welcome: messages.Welcome) -> LocalWorker:
         spec = self._spec
         RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port).join()
-        return spec.options.make_worker(spec.config, spec.place, self._progress)
+        worker: LocalWorker = spec.options.make_worker(spec.config, spec.place, self._progress)
+        self._progress.ready = True
+        self._worker.set_result(worker)
+        self._link.send(messages.Loaded(self._rank, kernels_of(worker)))
+        return worker
 
     def _prepared(self, future: Future[LocalWorker]) -> None:
-        error = future.exception()
-        if error is None:
-            self._progress.ready = True
-            self._worker.set_result(future.result())
-            self._link.send(messages.Loaded(self._rank, kernels_of(future.result())))
-        else:
+        if (error := future.exception()) is not None:
             self._link.send_failure(self._rank, error)
 
     def _stepped(self, future: Future[Any]) -> None:

@@ -18,8 +18,10 @@ from typing import Any, NoReturn
 from moe_engine.engine.ranks import messages
 from moe_engine.engine.ranks.link import RankLink
 from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
+from moe_engine.engine.ranks.peers import identity_of_process
 from moe_engine.engine.ranks.process import LocalRanks
-from moe_engine.errors import EngineDeadError
+from moe_engine.engine.zmq_sockets import SECRET_HINT
+from moe_engine.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger("moe_engine")
 
@@ -47,7 +49,8 @@ class NodeRanks:
             self.link.send(messages.Died(rank, f"{how} on {host}"))
 
         self._rank_exited = rank_exited
-        self.link = RankLink(self._address, f"node{options.node_rank}", here, lambda: here, options.limits, lost)
+        name, limits = identity_of_process(f"node{options.node_rank}"), options.limits
+        self.link = RankLink(self._address, name, here, lambda: here, limits, lost, keys=options.keys)
         self._ranks = LocalRanks(config, options, self._address, rank_exited, log_level)
 
     @property
@@ -71,7 +74,7 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
     """Runs the ranks of node `options.node_rank` until the leader ends them; returns this process's exit code.
 
     Raises:
-        ConfigError: the leader's host is unknown.
+        ConfigError: the leader's host is unknown, or the leader refuses the connection.
         EngineDeadError: the leader did not answer in time.
     """
     ranks: NodeRanks
@@ -97,17 +100,24 @@ def wait_for_leader(link: RankLink, node_rank: int, limits: WatchLimits) -> None
     """Until node 0 has answered.
 
     Raises:
-        EngineDeadError: it did not in time.
+        ConfigError: it refuses the connection: this node has another secret, or one of the two has none.
+        EngineDeadError: it did not answer in time.
     """
-    began = time.monotonic()
-    while not link.met.wait(limits.progress):
-        waited = time.monotonic() - began
-        if waited > limits.start:
+    began = told = time.monotonic()
+    while not link.met.wait(min(POLL_SECONDS, limits.progress)):
+        now = time.monotonic()
+        if link.refused_since is not None and now - link.refused_since > limits.refused:
+            raise ConfigError(
+                f"node {node_rank}: the leader (node 0) at {link.address} refuses the connection: {SECRET_HINT}"
+            )
+        if now - began > limits.start:
             raise EngineDeadError(
-                f"node {node_rank} has waited {waited:.0f} s for the leader (node 0) at {link.address}: "
+                f"node {node_rank} has waited {now - began:.0f} s for the leader (node 0) at {link.address}: "
                 "is it started, and is --dist-init-addr its address?"
             )
-        logger.info("Waiting for the leader at %s, %.0f of %.0f s", link.address, waited, limits.start)
+        if now - told >= limits.progress:
+            told = now
+            logger.info("Waiting for the leader at %s, %.0f of %.0f s", link.address, now - began, limits.start)
 
 
 def _wait_for_ranks(ranks: NodeRanks) -> None:

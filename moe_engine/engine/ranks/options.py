@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.engine.nodes.known_address import KnownAddress
+from moe_engine.engine.ranks.addresses import LOOPBACK
+from moe_engine.engine.zmq_sockets import JobKeys
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.coverage import Coverage
+
+
+def plan_name(rank: int) -> str:
+    return f"rank{rank}"
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class WatchLimits:
     start: float = 1200.0
     progress: float = 5.0
     """Between two lines that say who is waited for during the start."""
+    refused: float = 5.0
+    """For a leader that refuses a node's connection to be replaced by the right one."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class RankGroupOptions:
         collective_timeout: seconds after which a collective gives up that a rank never entered; a rank that died or
             fell silent is found long before by the watch.
         fingerprint: equal on all nodes that were started with the same flags.
+        keys: of the sockets between nodes; None without a job secret.
         coverage: set where ranks may be lost (``--elastic-ep``): those that are left go on.
     """
 
@@ -78,6 +87,7 @@ class RankGroupOptions:
     limits: WatchLimits = field(default_factory=WatchLimits)
     collective_timeout: float = 300.0
     fingerprint: str = ""
+    keys: JobKeys | None = None
     coverage: Coverage | None = None
     device: str = "cpu"
     base_device: int = 0
@@ -120,17 +130,23 @@ class RankGroupOptions:
     def local_places(self) -> list[RankPlace]:
         return [place for place in self.places if place.node_rank == self.node_rank]
 
+    def followers_of(self, group: int) -> list[str]:
+        """Names under which the ranks of a group ask for their leader's plans."""
+        first = group * self.group_size
+        return [plan_name(rank) for rank in range(first + 1, first + self.group_size)]
+
     @property
     def leader_host(self) -> str:
-        return self._leader.host if self.leader_address else "127.0.0.1"
+        return self._leader.host if self.leader_address else LOOPBACK
 
     def leader_bind(self, port: str | None = None) -> str:
         """Where rank 0 listens: `KnownAddress.bind`."""
         return self._leader.bind(port)
 
-    def leader_advertised(self, bound: str) -> str:
-        """What others call an address that rank 0 has bound by `leader_bind`."""
-        return self._leader.advertised(bound)
+    @property
+    def leader_flag(self) -> str:
+        """The flag that names rank 0's address, for errors."""
+        return f"--dist-init-addr {self.leader_address}" if self.leader_address else ""
 
     def leader_tcp(self, port: str | None = None) -> str:
         """``tcp://IP:PORT`` of the leader's control channel: `KnownAddress.tcp`."""

@@ -19,24 +19,24 @@ import zmq
 from moe_engine.engine.core_setup import core_info, make_core
 from moe_engine.engine.messages import CoreFailed, encode
 from moe_engine.engine.ranks import messages
-from moe_engine.engine.ranks.link import RankLink, leave
+from moe_engine.engine.ranks.addresses import own_address_towards
+from moe_engine.engine.ranks.link import LEAVE_SECONDS, RankLink, leave
 from moe_engine.engine.ranks.lockstep import Lockstep, StepMesh
+from moe_engine.engine.ranks.peers import identity_of_process
+from moe_engine.engine.ranks.plan_channel import PlanSender
 from moe_engine.engine.ranks.process import RankSpec
 from moe_engine.engine.ranks.survival import RankSurvival
-from moe_engine.engine.ranks.world import RankWorld, own_address_towards
+from moe_engine.engine.ranks.world import RankWorld
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_port import ZmqPort
+from moe_engine.engine.zmq_sockets import connect
 from moe_engine.errors import EngineDeadError
-from moe_engine.worker.plan_channel import PlanSender
 from moe_engine.worker.rank_group import LocalWorker, RankGroupWorker, RankLost, Survivors, call_one, kernels_of
 from moe_engine.worker.rank_progress import Progress
 
 FAREWELL_MS = 500
 """For a last word to the front end."""
-LEAVE_SECONDS = 10.0
-"""For the leader to end this process after it was told of a failure."""
-
 
 class SchedulingRank:
     def __init__(self, spec: RankSpec) -> None:
@@ -54,17 +54,24 @@ class SchedulingRank:
             own = own_address_towards(options.leader_host)
             plans = steps = self._core_address = f"tcp://{own}:*"
             self._board = StatusBoard(self._folder.path / "board", create=True)
-        self._sender = PlanSender(plans)
-        self._mesh = StepMesh(group, options.num_groups, steps)
+        self._sender = PlanSender(plans, options.keys)
+        self._mesh = StepMesh(group, options.num_groups, steps, options.keys)
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._link.hurry())
         self._watch = _LinkedWatch(self)
         hello = messages.Hello(
             spec.place.rank, socket.gethostname(), os.getpid(), options.fingerprint, self._sender.address
         )
         self._own: Future[LocalWorker] = Future()
-        name, limits = f"rank{spec.place.rank}", options.limits
         self._link = RankLink(
-            spec.control_address, name, hello, self._sign, limits, self._leave, self._call, self._watch.regroup
+            spec.control_address,
+            identity_of_process(f"rank{spec.place.rank}"),
+            hello,
+            self._sign,
+            options.limits,
+            self._leave,
+            self._call,
+            self._watch.regroup,
+            options.keys,
         )
 
     def run(self) -> int:
@@ -89,13 +96,13 @@ class SchedulingRank:
     def _start(self) -> tuple[Any, RankGroupWorker, ZmqPort]:
         spec, options = self._spec, self._spec.options
         welcome = self._link.welcome.result()
-        own = self._prepare(welcome)
-        if not self._sender.wait_subscribed(options.group_size - 1, options.limits.silent + options.limits.progress):
+        own, followers = self._prepare(welcome), options.followers_of(self._place.group)
+        if not self._sender.wait_subscribed(followers, options.limits.silent + options.limits.progress):
             raise EngineDeadError(f"{self._place.name}: a rank of the group does not listen for plans")
         self._own.set_result(own)
         self._progress.ready = True
         self._front_address = spec.front.from_core_address if spec.front is not None else welcome.front_address
-        port = ZmqPort(self._core_address, self._front_address, wake=self._mesh.socket)
+        port = ZmqPort(self._core_address, self._front_address, self._mesh.socket, options.keys)
         facts = core_info(spec.config, own) if options.coverage else {}
         self._link.send(messages.Loaded(self._place.rank, kernels_of(own), port.address, self._mesh.address, facts))
         self._mesh.connect(self._link.go.result().step_addresses)
@@ -142,7 +149,7 @@ class SchedulingRank:
         if self._link.go.done():
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             with context.socket(zmq.PUSH) as front:
-                front.connect(self._front_address)
+                connect(front, self._front_address, self._spec.options.keys)
                 front.send(encode(CoreFailed(reason)))
                 front.close(FAREWELL_MS)
             context.term()  # waits for what was sent
@@ -181,6 +188,8 @@ class _LinkedWatch:
         self._listeners.append(listener)
 
     def regroup(self, survivors: Survivors) -> None:
+        if survivors.generation <= self.survivors.generation or len(survivors.alive) != self._rank.world_size:
+            return  # an announcement that came twice, or is of another world
         self.survivors = survivors
         for listener in self._listeners:
             listener(survivors)

@@ -10,6 +10,7 @@ from moe_engine.config.resolve import ResolvedConfig, step_shape
 from moe_engine.config.resolve_parallel import dispatch_tokens
 from moe_engine.engine.core_setup import make_worker
 from moe_engine.engine.ranks.options import RankGroupOptions, RankPlace, WatchLimits
+from moe_engine.engine.zmq_sockets import job_keys
 from moe_engine.models import sizes
 from moe_engine.worker.rank_progress import Progress
 
@@ -49,6 +50,7 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
         limits=WatchLimits(start=plan.start_seconds),
         collective_timeout=COLLECTIVE_SECONDS,
         fingerprint=fingerprint(config),
+        keys=job_keys(plan.secret),
         coverage=plan.coverage,
         device=config.device,
         base_device=flags.base_gpu_id + flags.gpu_id_step * first_local,

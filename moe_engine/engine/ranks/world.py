@@ -10,21 +10,18 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from moe_engine.engine.ranks.addresses import INTERFACE_VARIABLE, interface_towards
 from moe_engine.engine.ranks.options import RankGroupOptions, RankPlace
 from moe_engine.worker.rank_group import Survivors
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-ELSEWHERE = ("192.0.2.1", 9)
-"""An address of nobody (RFC 5737): the way there is the default route."""
-
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 """Connections are made by the operations that need them: these can be given up, a meeting inside of torch cannot."""
 MEETING_POLL_SECONDS = 0.005
+STORE_BACKLOG = 2048
+"""Ranks that may connect to the store at the same moment."""
 
 
 def quieten_torch() -> None:
@@ -32,12 +29,26 @@ def quieten_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def open_store(options: RankGroupOptions) -> Any:
-    """The leader's store, on a free port (`.port`); lives as long as the object."""
+def open_store(options: RankGroupOptions, host: str) -> Any:
+    """The leader's store, on a free port (`.port`) of one address; lives as long as the object.
+
+    torch would listen at every address of the machine, so it gets a socket that is bound already.
+    """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=options.limits.start)
-    return dist.TCPStore(options.leader_host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    with socket.socket() as bound:
+        bound.bind((host, 0))
+        bound.listen(STORE_BACKLOG)
+        port = bound.getsockname()[1]
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=bound.detach(),
+        )
 
 
 class RankWorld:
@@ -117,40 +128,3 @@ class RankWorld:
         except RuntimeError as error:  # torch's errors of stores and backends derive from it
             reason = str(error).strip().partition("\n")[0]
             raise PeerLost(f"joining the other ranks at {self._host}:{self._port}: {reason}") from error
-
-
-def own_address_towards(host: str, port: int = 9) -> str:
-    """This machine's IP address on the way to `host`: the one the other ranks can reach it by, too."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    own = _source_address(family, address)
-    if own.startswith("127.") and own != "127.0.0.1":  # `host` is this machine's own name, in /etc/hosts
-        own = _source_address(socket.AF_INET, ELSEWHERE) or _first_address() or own
-    return own
-
-
-def _source_address(family: int, destination: Any) -> str:
-    """Empty where no route leads there."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(destination)  # sends nothing: the system only picks a route
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
-
-
-def _first_address() -> str:
-    """An address of this machine that is not its own loop."""
-    for addresses in psutil.net_if_addrs().values():
-        for item in addresses:
-            if item.family == socket.AF_INET and not item.address.startswith("127."):
-                return str(item.address)
-    return ""
-
-
-def interface_towards(host: str, port: int) -> str:
-    """The network interface of `own_address_towards`."""
-    own = own_address_towards(host, port)
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(item.address.partition("%")[0] == own for item in addresses):
-            return name
-    return "lo"

@@ -7,10 +7,13 @@ one lost with a connection is noticed and never skipped.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import msgspec
 import zmq
 
+from moe_engine.engine.frames import FrameReader
+from moe_engine.engine.zmq_sockets import JobKeys, bind, connect
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import StepPlan
 
@@ -33,26 +36,28 @@ class PlanSender:
 
     Args:
         address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
+        keys: of sockets between nodes.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: JobKeys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # every subscription is reported, so that they can be counted
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.bind(address)
-        self.address: str = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+        self.address = bind(self._socket, address, keys)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._subscribed = 0
+        self._subscribed: set[bytes] = set()
         self.sequence = 0
 
-    def wait_subscribed(self, count: int, timeout: float) -> bool:
-        """True as soon as `count` followers receive, False after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self._subscribed < count:
-            if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+    def wait_subscribed(self, names: Iterable[str], timeout: float) -> bool:
+        """True as soon as followers of these names receive, False after `timeout` seconds. Others do not count."""
+        expected, deadline = {b"\1" + name.encode() for name in names}, time.monotonic() + timeout
+        while not expected <= self._subscribed:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._socket.poll(int(1000 * left)):
                 return False
-            self._subscribed += self._socket.recv()[:1] == b"\1"
+            frames = self._socket.recv_multipart()
+            if frames[0] in expected:
+                self._subscribed.add(frames[0])
         return True
 
     def send(self, plan: StepPlan) -> int:
@@ -70,27 +75,34 @@ class PlanSender:
 
 
 class PlanReceiver:
-    """A follower's end; of one thread."""
+    """A follower's end; of one thread.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        name: of the rank, for `PlanSender.wait_subscribed`; also a topic, of which no plan takes notice.
+    """
+
+    def __init__(self, address: str, name: str = "", keys: JobKeys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(address)
-        self._decode = msgspec.msgpack.Decoder(Step | Stop).decode
+        for topic in ("", name):
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        connect(self._socket, address, keys)
+        self._reader = FrameReader("plans of the leader", msgspec.msgpack.Decoder(Step | Stop).decode)
         self._sequence = 0
 
     def receive(self, timeout: float) -> Step | Stop | None:
-        """The next message, or None after `timeout` seconds without one.
+        """The next message, or None after `timeout` seconds without one or after a frame that was dropped.
 
         Raises:
             EngineDeadError: a plan was lost on the way; this rank cannot go on with the others.
         """
         self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))  # one wait; `poll` before `recv` makes it two
         try:
-            message = self._decode(self._socket.recv())
+            frames = self._socket.recv_multipart()
         except zmq.Again:
             return None
+        if (message := self._reader.take(frames)) is None:
+            return None  # the plan after a broken one is missed as lost
         expected = self._sequence + isinstance(message, Step)
         if message.sequence != expected:
             raise EngineDeadError(

@@ -1,0 +1,77 @@
+"""Addresses of this machine: the one that other ranks reach it by, and the interface that has it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import psutil
+
+from moe_engine.errors import ConfigError
+
+ELSEWHERE = ("192.0.2.1", 9)
+"""An address that no host has (RFC 5737): the way there is the default route."""
+
+LOOPBACK = "127.0.0.1"
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Names the interface for small messages between nodes, for gloo and for the engine's own sockets."""
+
+
+def own_address_towards(host: str, port: int = 9) -> str:
+    """This machine's IP address on the way to `host`: the one the other ranks can reach it by, too.
+
+    Raises:
+        ConfigError: the host cannot be resolved.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{host}, the host of --dist-init-addr, is unknown: {error}") from None
+    own = _source_address(family, address)
+    if own.startswith("127.") and own != "127.0.0.1":  # `host` is this machine's own name, in /etc/hosts
+        own = network_address() or own
+    return own
+
+
+def network_address() -> str:
+    """This machine's IPv4 address for other machines: of the interface that `INTERFACE_VARIABLE` names, else of the
+    default route, else any that is not loopback. Empty where it has none."""
+    chosen = _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0])
+    return chosen or _source_address(socket.AF_INET, ELSEWHERE) or _first_address()
+
+
+def _address_of(interface: str) -> str:
+    for item in psutil.net_if_addrs().get(interface, ()):
+        if item.family == socket.AF_INET:
+            return str(item.address)
+    return ""
+
+
+def _source_address(family: int, destination: Any) -> str:
+    """Empty where no route leads there."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(destination)  # sends nothing: the system only picks a route
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _first_address() -> str:
+    """An address of this machine that is not its own loop."""
+    for addresses in psutil.net_if_addrs().values():
+        for item in addresses:
+            if item.family == socket.AF_INET and not item.address.startswith("127."):
+                return str(item.address)
+    return ""
+
+
+def interface_towards(host: str, port: int) -> str:
+    """The network interface of `own_address_towards`."""
+    own = own_address_towards(host, port)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(item.address.partition("%")[0] == own for item in addresses):
+            return name
+    return "lo"
