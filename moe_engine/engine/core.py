@@ -7,7 +7,6 @@ then takes N's result, appends its tokens and sends one message. The core never 
 from __future__ import annotations
 
 import logging
-import random
 import time
 import traceback
 from collections.abc import Callable
@@ -50,7 +49,6 @@ IDLE_POLL_SECONDS = 0.2
 """How often an idle core shows on the board that it is alive."""
 CALL_POLL_SECONDS = 0.005
 """How often an idle core looks whether its ranks have answered a call."""
-_SEED_BITS = 63
 BOARD_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
@@ -85,7 +83,6 @@ class EngineCore:
         *,
         eos_token_ids: frozenset[int],
         overlap: bool = True,
-        random_seed: int = 0,
         worker_stats: Callable[[], dict[str, Any]] = dict,
         check: Callable[[], None] = lambda: None,
         lockstep: Lockstep | None = None,
@@ -111,7 +108,6 @@ class EngineCore:
         self._reporter = reporter
         self._eos = eos_token_ids
         self._overlap = overlap
-        self._seeds = random.Random(random_seed)
         self._worker_stats = worker_stats
         self._check = check
         self._lockstep = lockstep
@@ -304,7 +300,7 @@ class EngineCore:
             arrival=message.arrival or time.monotonic(),
             logprobs=logprobs,
             extra_key=message.extra_key,
-            seed=self._seeds.getrandbits(_SEED_BITS) if message.seed is None else message.seed,
+            seed=message.seed,
             output_ids=list(message.said),
             retractions=int(message.resumed),
         )

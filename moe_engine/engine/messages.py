@@ -18,13 +18,14 @@ class Message(msgspec.Struct, tag_field="kind", array_like=False, omit_defaults=
 
 
 class AddRequest(Message, tag="add"):
-    """A checked, tokenized request. `sampling` holds the fields of `types.SamplingParams`."""
+    """A checked, tokenized request. `sampling` holds the fields of `types.SamplingParams`; `seed` is that of its draws,
+    wherever it runs."""
 
     rid: str
     prompt_ids: list[int]
     sampling: dict[str, Any]
     max_new_tokens: int
-    seed: int | None = None
+    seed: int
     priority: int | None = None
     logprob_start: int | None = None
     return_logprob: bool = False

@@ -6,6 +6,8 @@ Every refusal happens here, before the engine hears of the request.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import random
 import time
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from moe_engine.tokenizer.tokenizer import Tokenizer
 
 THREAD_CHARS = 4096
 """Longer texts are tokenized beside the event loop, so that they do not hold up other requests."""
+SEED_BITS = 63
 BURST = 64
 """Sequences of one request handled at a stretch: then health probes and other requests have their turn."""
 
@@ -35,6 +38,8 @@ class FrontendSettings:
     allow_auto_truncate: bool = False
     preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
+    random_seed: int = 0
+    """Of the seeds that are drawn for requests without one (`--random-seed`)."""
 
 
 @dataclass(slots=True)
@@ -59,6 +64,7 @@ class Preparer:
         self._info = info
         self._tokenizer = tokenizer
         self._settings = settings
+        self._seeds = random.Random(settings.random_seed)
 
     async def prepare(self, inp: GenerateInput, live: Container[str] = ()) -> Job:
         """Checks a request, tokenizes it and settles its limits. `live`: request ids in use.
@@ -67,6 +73,7 @@ class Preparer:
             InputError: naming the field at fault and how to mend it.
         """
         prompts, is_batch = split_prompts(inp, self._settings.preferred_sampling_params)
+        seeds = self._draw_seeds(prompts)  # before the first await: the order of arrival alone decides them
         await self._tokenize(inp, prompts)
         for i, prompt in enumerate(prompts):
             self._check(inp, prompt, live, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
@@ -75,7 +82,8 @@ class Preparer:
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(prompts):
             for copy in range(prompt.sampling.n):
-                generations.append(self._generation(inp, prompt, prompt_index, copy, len(generations)))
+                seed = seeds[len(generations)]
+                generations.append(self._generation(inp, prompt, prompt_index, copy, len(generations), seed))
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
         is_list = is_batch or len(generations) > 1
@@ -162,15 +170,25 @@ class Preparer:
                 field=where,
             )
 
-    def _generation(self, inp: GenerateInput, prompt: Prompt, prompt_index: int, copy: int, index: int) -> Generation:
+    def _draw_seeds(self, prompts: list[Prompt]) -> list[int]:
+        """One for each sequence, prompt-major. No scheduler draws any: those of several would draw the same."""
+        seeds = []
+        for prompt in prompts:
+            given = prompt.sampling.sampling_seed
+            for copy in range(prompt.sampling.n):
+                seeds.append(self._seeds.getrandbits(SEED_BITS) if given is None else seed_of_copy(given, copy))
+        return seeds
+
+    def _generation(
+        self, inp: GenerateInput, prompt: Prompt, prompt_index: int, copy: int, index: int, seed: int
+    ) -> Generation:
         sampling, options = prompt.sampling, prompt.logprobs
-        seed = sampling.sampling_seed
         request = AddRequest(
             rid=prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}",
             prompt_ids=prompt.ids,
             sampling=msgspec.to_builtins(sampling),
             max_new_tokens=max(1, prompt.max_new_tokens),
-            seed=None if seed is None else _seed_of_copy(seed, copy),
+            seed=seed,
             priority=inp.priority,
             extra_key=prompt.extra_key,
             arrival=time.monotonic(),
@@ -205,9 +223,13 @@ def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:
         raise InputError(exc.message.lstrip("."), field=(exc.field or "").lstrip(".")) from None
 
 
-def _seed_of_copy(seed: int, copy: int) -> int:
-    """Copies of a prompt differ though the client gave one seed; the first has exactly that one."""
-    return seed + copy if seed + copy < 2**64 else seed + copy - 2**64
+def seed_of_copy(seed: int, copy: int) -> int:
+    """Copies of a prompt differ though the client gave one seed. The first has exactly that one; the others have 64-bit
+    hashes of (seed, copy), so that they are not the first copies of other seeds, such as seed + 1."""
+    if copy == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed % 2**64} {copy}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def duplicate_rid(rid: str) -> InputError:

@@ -31,7 +31,7 @@ class Scripted:
     arrives: int = 0
     aborted_at: int | None = None
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    seed: int | None = None
+    seed: int = 0
     logprob: bool = False
     priority: int | None = None
 

@@ -95,7 +95,7 @@ async def client_of(
 
 
 def request(rid: str, length: int = 3, lane: int | None = None) -> AddRequest:
-    return AddRequest(rid, list(range(length)), {}, 8, routed_dp_rank=lane)
+    return AddRequest(rid, list(range(length)), {}, 8, seed=0, routed_dp_rank=lane)
 
 
 def ask(client: CoreClient, *args: Any, **options: Any) -> asyncio.Task[list[int]]:
