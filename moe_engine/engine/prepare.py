@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,9 +66,10 @@ class Preparer:
         self._tokenizer = tokenizer
         self._settings = settings
         self._seeds = random.Random(settings.random_seed)
+        self._numbers = itertools.count(1)
 
-    async def prepare(self, inp: GenerateInput, live: Container[str] = ()) -> Job:
-        """Checks a request, tokenizes it and settles its limits. `live`: request ids in use.
+    async def prepare(self, inp: GenerateInput) -> Job:
+        """Checks a request, tokenizes it and settles its limits.
 
         Raises:
             InputError: naming the field at fault and how to mend it.
@@ -76,7 +78,7 @@ class Preparer:
         seeds = self._draw_seeds(prompts)  # before the first await: the order of arrival alone decides them
         await self._tokenize(inp, prompts)
         for i, prompt in enumerate(prompts):
-            self._check(inp, prompt, live, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+            self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
             if i % BURST == BURST - 1:
                 await asyncio.sleep(0)
         generations: list[Generation] = []
@@ -111,7 +113,7 @@ class Preparer:
                 raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
             prompt.ids = ids
 
-    def _check(self, inp: GenerateInput, prompt: Prompt, live: Container[str], where: str) -> None:
+    def _check(self, inp: GenerateInput, prompt: Prompt, where: str) -> None:
         info = self._info
         check_token_ids(prompt.ids, info.vocab_size, where)
         _check_vocab(prompt, info.vocab_size, inp.sampling_field)
@@ -123,8 +125,6 @@ class Preparer:
             )
         if prompt.logprobs is not None:
             check_token_ids(prompt.logprobs.token_ids or (0,), info.vocab_size, "token_ids_logprob")
-        if not prompt.rid_is_ours and (prompt.rid in live or f"{prompt.rid}_0" in live):
-            raise duplicate_rid(prompt.rid)
         self._fit(prompt, inp.max_tokens_field, where if prompt.text is None else inp.text_field)
         if prompt.logprobs is not None and (prompt.logprobs.start or 0) > len(prompt.ids):
             raise InputError(
@@ -183,8 +183,9 @@ class Preparer:
         self, inp: GenerateInput, prompt: Prompt, prompt_index: int, copy: int, index: int, seed: int
     ) -> Generation:
         sampling, options = prompt.sampling, prompt.logprobs
+        rid = prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}"
         request = AddRequest(
-            rid=prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}",
+            rid=f"{rid}-{next(self._numbers)}",  # unlike the client's own id, it is never used again
             prompt_ids=prompt.ids,
             sampling=msgspec.to_builtins(sampling),
             max_new_tokens=max(1, prompt.max_new_tokens),
@@ -202,6 +203,7 @@ class Preparer:
         return Generation(
             request,
             sampling,
+            rid=rid,
             index=index,
             prompt_index=prompt_index,
             logprobs=options,
@@ -230,10 +232,6 @@ def seed_of_copy(seed: int, copy: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed % 2**64} {copy}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def duplicate_rid(rid: str) -> InputError:
-    return InputError(f"rid: a request with id {rid!r} is still running; use another id", field="rid")
 
 
 def _too_long(count: str, limit: int, field: str) -> InputError:

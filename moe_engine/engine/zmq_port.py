@@ -5,11 +5,13 @@ from __future__ import annotations
 import zmq
 
 from moe_engine.engine import messages
+from moe_engine.engine.frames import FrameReader
 from moe_engine.engine.nodes.known_address import bound_address
 
 
 class ZmqPort:
-    """Implements `core.Port`: pulls from the front end, pushes to it. Nothing is ever dropped for being slow.
+    """Implements `core.Port`: pulls from the front end, pushes to it. No message is ever dropped for being slow; frames
+    that are no messages are dropped with a warning.
 
     Args:
         to_core_address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
@@ -22,6 +24,7 @@ class ZmqPort:
         self._in.setsockopt(zmq.RCVHWM, 0)
         self._in.bind(to_core_address)
         self.address = bound_address(self._in)
+        self._frames: FrameReader[messages.ToCore] = FrameReader("engine core", messages.decode_to_core)
         self._poller = zmq.Poller()
         for socket in (self._in,) if wake is None else (self._in, wake):
             self._poller.register(socket, zmq.POLLIN)
@@ -31,14 +34,9 @@ class ZmqPort:
         self._out.connect(from_core_address)
 
     def receive(self, timeout: float) -> list[messages.Message]:
-        received: list[messages.Message] = []
         if timeout and not self._poller.poll(int(timeout * 1000)):
-            return received
-        while True:
-            try:
-                received.append(messages.decode_to_core(self._in.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return received
+            return []
+        return list(self._frames.drain(self._in))
 
     def send(self, message: messages.Message) -> None:
         self._out.send(messages.encode(message))

@@ -64,7 +64,7 @@ class ScriptedPort:
                 self._sent.add(item.rid)
                 out.append(add_request(item))
             if item.rid in self._sent and item.aborted_at == self._turn:
-                out.append(messages.AbortRequest(rid=item.rid))
+                out.append(messages.AbortRequest([item.rid]))
         if len(self._sent) == len(self._script) and all(a.finish for a in self.answers.values()):
             out.append(messages.Shutdown())
         return out
