@@ -124,6 +124,7 @@ def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part]
             prompt_ids=[(index * 7919 + i) % args.vocab_size for i in range(args.input_len)],
             sampling=sampling,
             max_new_tokens=num_steps + 32,
+            seed=index,
         )
         for index in range(args.num_requests)
     ]

@@ -221,7 +221,7 @@ class Request:
     logprobs: LogprobSpec | None = None
     extra_key: str | None = None
     seed: int = 0
-    """Resolved seed of the draws (the client's, or one drawn by the engine)."""
+    """Of the draws: the client's, or one drawn by the front end."""
 
     # -- state of the scheduler
     status: Status = Status.WAITING

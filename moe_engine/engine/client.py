@@ -1,4 +1,7 @@
-"""The front end's end of the engine cores: submits requests, hands out what steps bring, notices death at once."""
+"""The front end's end of the engine cores: submits requests, hands out what steps bring, notices death at once.
+
+Requests are known by private ids (`AddRequest.rid`), which the front end never uses twice.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ import zmq.asyncio
 from moe_engine.engine import messages
 from moe_engine.engine.client_api import EngineInfo, Health, combine
 from moe_engine.engine.core_handle import CoreHandle
+from moe_engine.engine.frames import FrameReader
+from moe_engine.engine.inbox import Inbox
 from moe_engine.engine.messages import AddRequest, RequestDelta
-from moe_engine.engine.routing import Load, Router
+from moe_engine.engine.routing import Router
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_sockets import JobKeys, connect
 from moe_engine.errors import EngineDeadError, InputError
@@ -29,91 +34,12 @@ logger = logging.getLogger("moe_engine")
 DRAIN_SECONDS = 10.0
 """For the core to leave once every client has its answer; only a step that nobody waits for can still run."""
 MAX_RESUMES = 3
-"""So often a request goes on elsewhere when its scheduler is lost: one that kills whoever computes it must not have
-them all."""
-
-
-class _Inbox:
-    """What has arrived for one request and was not read yet; pieces merge while the reader is slow."""
-
-    __slots__ = (
-        "abort_reason",
-        "cached_tokens",
-        "delta",
-        "error",
-        "event",
-        "lane",
-        "load",
-        "num_tokens",
-        "request",
-        "said",
-    )
-
-    def __init__(self, request: AddRequest, lane: int, load: Load) -> None:
-        self.event = asyncio.Event()
-        self.delta: RequestDelta | None = None
-        self.error: str | None = None
-        self.request = request
-        self.said: list[int] = []
-        """Tokens that have come: with the prompt, all that another scheduler must know to go on."""
-        self.cached_tokens = 0
-        self.abort_reason: str | None = None
-        """Set when it is to end: should its scheduler be lost before it hears, nobody else must go on."""
-        self.num_tokens = len(request.prompt_ids)
-        self.load = load
-        self.enter(lane, load)
-
-    def enter(self, lane: int, load: Load) -> None:
-        """It is now at this scheduler."""
-        self.lane, self.load = lane, load
-        load.num_requests += 1
-        load.num_tokens += self.num_tokens
-
-    def leave(self) -> None:
-        self.load.num_requests -= 1
-        self.load.num_tokens -= self.num_tokens
-
-    def take(self, delta: RequestDelta) -> None:
-        """News from its scheduler."""
-        count = len(delta.token_ids)
-        self.num_tokens += count
-        self.load.num_tokens += count
-        if self.request.said:  # what the first scheduler said of it stays
-            delta.cached_tokens = self.cached_tokens
-        self.cached_tokens = delta.cached_tokens
-        self.said += delta.token_ids
-        self.put(delta)
-
-    def put(self, delta: RequestDelta) -> None:
-        if self.delta is None:
-            self.delta = delta
-        else:
-            _merge(self.delta, delta)
-        self.event.set()
-
-    def fail(self, error: str) -> None:
-        self.error = error
-        self.event.set()
-
-    async def get(self) -> RequestDelta:
-        await self.event.wait()
-        if self.delta is None:
-            raise EngineDeadError(self.error or "the engine is gone")
-        delta, self.delta = self.delta, None
-        if self.error is None:
-            self.event.clear()
-        return delta
-
-
-def _merge(into: RequestDelta, new: RequestDelta) -> None:
-    into.token_ids.extend(new.token_ids)
-    into.finish = new.finish
-    if new.logprobs is not None:
-        into.logprobs = (into.logprobs or []) + new.logprobs
-    if new.prompt_logprobs is not None:
-        into.prompt_logprobs = (into.prompt_logprobs or []) + new.prompt_logprobs
-    into.cached_tokens, into.retractions, into.queue_time = new.cached_tokens, new.retractions, new.queue_time
-    into.speculation = new.speculation
+"""Most times that a request continues at another scheduler after its own is lost: a request that kills the rank that
+computes it must not reach all of them."""
+BURST_DELTAS = 1024
+"""Deltas handled at a stretch when many steps have arrived: then the other tasks of the loop have their turn."""
+STOPPED = (zmq.ENOTSOCK, zmq.ETERM)
+"""Errors of a socket that was closed because its core was stopped."""
 
 
 @dataclass
@@ -154,7 +80,7 @@ class CoreClient:
             for group, (address, board) in enumerate(zip(core.to_core_addresses, core.boards))
         ]
         self._router = Router(len(self._lanes), method)
-        self._inboxes: dict[str, _Inbox] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[_Lane, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
         self.closing = False
@@ -162,8 +88,9 @@ class CoreClient:
         loop = asyncio.get_running_loop()
         self._readers = []
         for core in self._cores:
-            receiver = zmq.asyncio.Socket(core.from_core)
-            self._readers.append(loop.create_task(self._read(core, receiver), name="core reader"))
+            reader = loop.create_task(self._read(core), name="core reader")
+            reader.add_done_callback(partial(self._reader_ended, core))
+            self._readers.append(reader)
             core.on_death(partial(self._died, core), loop)
 
     # -- requests
@@ -174,7 +101,7 @@ class CoreClient:
         number = self._choose(request)
         if len(self._lanes) > 1:
             request.routed_dp_rank = number  # for the answer's meta_info
-        inbox = self._inboxes[request.rid] = _Inbox(request, number, self._router.loads[number])
+        inbox = self._inboxes[request.rid] = Inbox(request, number, self._router.loads[number])
         finished = False
         try:
             self._lanes[number].send(request)
@@ -183,17 +110,27 @@ class CoreClient:
                 finished = delta.finish is not None
                 yield delta
         finally:
-            self._inboxes.pop(request.rid, None)
-            inbox.leave()
-            if not finished:
-                self._lanes[inbox.lane].send(messages.AbortRequest(rid=request.rid, reason="client gone"))
+            inbox.left = True
+            lane = self._lanes[inbox.lane]
+            if inbox.ended or lane.dead:
+                self._forget(inbox)
+            else:
+                lane.send(messages.AbortRequest([request.rid], reason="client gone"))
 
-    def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
-        for inbox in self._inboxes.values():
-            if all or (rid and inbox.request.rid.startswith(rid)):
+    def _forget(self, inbox: Inbox) -> None:
+        """Its scheduler has ended it, or is lost, and nobody reads it."""
+        del self._inboxes[inbox.request.rid]
+        inbox.leave()
+
+    def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
+        by_lane: dict[int, list[str]] = {}
+        for rid in rids:
+            inbox = self._inboxes.get(rid)
+            if inbox is not None and not inbox.left:
                 inbox.abort_reason = reason
-        for lane in self._lanes:
-            lane.send(messages.AbortRequest(rid=rid, prefix=True, all=all, reason=reason))
+                by_lane.setdefault(inbox.lane, []).append(rid)
+        for number, mine in by_lane.items():
+            self._lanes[number].send(messages.AbortRequest(mine, reason))
 
     async def call(self, method: str, **args: Any) -> list[Any]:
         lanes = self._alive()
@@ -284,43 +221,86 @@ class CoreClient:
 
     # -- plumbing
 
-    async def _read(self, core: CoreHandle, receiver: zmq.asyncio.Socket) -> None:
+    async def _read(self, core: CoreHandle) -> None:
+        receiver = zmq.asyncio.Socket(core.from_core)
         lanes = [lane for lane in self._lanes if lane.core is core]
+        frames = FrameReader(f"front end, from {core.name}", messages.decode_from_core)
+        handled = 0
         while True:
-            message = messages.decode_from_core(await receiver.recv())
+            # While messages have arrived, this wait returns at once and no other task runs.
+            message = frames.take(await receiver.recv_multipart())
+            handled += 1
             if isinstance(message, messages.StepOutput):
-                if lanes[message.group].lost:
-                    continue  # its last words: its requests are elsewhere already
-                for delta in message.deltas:
-                    inbox = self._inboxes.get(delta.rid)
-                    if inbox is not None:
-                        inbox.take(delta)
+                handled += len(message.deltas)
+                self._step_brought(lanes, message, frames)
             elif isinstance(message, messages.GroupsLost):
                 self._lost(core, message)
             elif isinstance(message, messages.Reply):
-                _, future = self._calls.get(message.id, (None, None))
-                if future is not None and not future.done():
-                    if message.ok:
-                        future.set_result(message.value)
-                    else:
-                        future.set_exception(EngineDeadError(str(message.value)))
+                self._replied(core, message)
             elif isinstance(message, messages.CoreFailed):
                 core.note_failure(message.message)
                 self._died(core, core.dead or "")
+            elif message is not None:
+                frames.drop(f"{type(message).__name__}, which a core that serves does not send")
+            if handled >= BURST_DELTAS:
+                handled = 0
+                await asyncio.sleep(0)
+
+    def _reader_ended(self, core: CoreHandle, reader: asyncio.Task[None]) -> None:
+        """What a core sends is read no more: its requests end, and health is dead, with the reason."""
+        if reader.cancelled() or self.closing:
+            return
+        error = reader.exception()
+        if isinstance(error, zmq.ZMQError) and error.errno in STOPPED:
+            return
+        logger.error("What %s sends is read no more", core.name, exc_info=error)
+        core.note_failure(f"the front end cannot take its messages: {type(error).__name__}: {error}")
+        self._died(core, core.dead or "")
+        core.kill("its messages are read no more")
+
+    def _step_brought(
+        self, lanes: list[_Lane], message: messages.StepOutput, frames: FrameReader[messages.FromCore]
+    ) -> None:
+        if not 0 <= message.group < len(lanes):
+            frames.drop(f"a step of group {message.group}; this core has {len(lanes)}")
+            return
+        lane = lanes[message.group]
+        if lane.lost:
+            return  # sent before the loss: its requests are elsewhere already
+        for delta in message.deltas:
+            inbox = self._inboxes.get(delta.rid)
+            if inbox is None or self._lanes[inbox.lane] is not lane:
+                frames.drop(f"news of request {delta.rid!r:.100}, which is not at group {message.group}")
+                continue
+            inbox.take(delta)
+            if inbox.ended and inbox.left:
+                self._forget(inbox)
+
+    def _replied(self, core: CoreHandle, message: messages.Reply) -> None:
+        lane, future = self._calls.get(message.id, (None, None))
+        if lane is None or future is None or lane.core is not core or future.done():
+            return  # the caller has left
+        if message.ok:
+            future.set_result(message.value)
+        else:
+            future.set_exception(EngineDeadError(str(message.value)))
 
     def _lost(self, core: CoreHandle, message: messages.GroupsLost) -> None:
-        """Groups of a core are gone: their requests go on at those that are left."""
+        """Groups of a core are lost: their requests continue at the others."""
         gone = [lane for lane in self._lanes if lane.core is core and lane.group in message.groups]
         for lane in gone:
             lane.lost = message.message
         for inbox in list(self._inboxes.values()):
             if self._lanes[inbox.lane] in gone:
-                self._resume(inbox, message.message)
+                if inbox.left:
+                    self._forget(inbox)
+                elif not inbox.ended:
+                    self._resume(inbox, message.message)
         for lane, future in self._calls.values():
             if lane in gone and not future.done():
                 future.set_exception(EngineDeadError(message.message))
 
-    def _resume(self, inbox: _Inbox, cause: str) -> None:
+    def _resume(self, inbox: Inbox, cause: str) -> None:
         request = inbox.request
         if inbox.abort_reason is not None:
             finish = FinishReason("abort", message=inbox.abort_reason).to_dict()
@@ -331,7 +311,11 @@ class CoreClient:
         if request.resumed == MAX_RESUMES:
             inbox.fail(f"{cause}; this request has lost {MAX_RESUMES + 1} schedulers")
             return
-        number = self._choose(msgspec.structs.replace(request, routed_dp_rank=None))
+        try:
+            number = self._choose(msgspec.structs.replace(request, routed_dp_rank=None))
+        except EngineDeadError:  # none is left
+            inbox.fail(cause)
+            return
         request.routed_dp_rank, request.said = number, list(inbox.said)
         request.resumed += 1
         inbox.leave()
@@ -339,15 +323,18 @@ class CoreClient:
         self._lanes[number].send(request)
 
     def _died(self, core: CoreHandle, cause: str) -> None:
-        for inbox in self._inboxes.values():
+        for inbox in list(self._inboxes.values()):
             if self._lanes[inbox.lane].core is core:
-                inbox.fail(cause)
+                if inbox.left:
+                    self._forget(inbox)
+                else:
+                    inbox.fail(cause)
         for lane, future in self._calls.values():
             if lane.core is core and not future.done():
                 future.set_exception(EngineDeadError(cause))
 
     def _cause(self) -> str:
-        return "; ".join(core.dead for core in self._cores if core.dead)
+        return "; ".join(dict.fromkeys(lane.dead for lane in self._lanes if lane.dead))
 
 
 def _push(address: str, keys: JobKeys | None) -> zmq.asyncio.Socket:

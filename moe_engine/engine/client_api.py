@@ -84,7 +84,8 @@ class EngineClient(Protocol):
             EngineDeadError: at once when the engine is or gets dead.
         """
 
-    def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None: ...
+    def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
+        """Ends these requests (`AddRequest.rid`, exactly); those that have ended are left out."""
 
     async def call(self, method: str, **args: Any) -> list[Any]:
         """Control call to every scheduler, an answer of each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""

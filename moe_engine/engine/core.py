@@ -7,7 +7,6 @@ then takes N's result, appends its tokens and sends one message. The core never 
 from __future__ import annotations
 
 import logging
-import random
 import time
 import traceback
 from collections.abc import Callable
@@ -50,7 +49,6 @@ IDLE_POLL_SECONDS = 0.2
 """How often an idle core shows on the board that it is alive."""
 CALL_POLL_SECONDS = 0.005
 """How often an idle core looks whether its ranks have answered a call."""
-_SEED_BITS = 63
 BOARD_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
@@ -85,7 +83,6 @@ class EngineCore:
         *,
         eos_token_ids: frozenset[int],
         overlap: bool = True,
-        random_seed: int = 0,
         worker_stats: Callable[[], dict[str, Any]] = dict,
         check: Callable[[], None] = lambda: None,
         lockstep: Lockstep | None = None,
@@ -111,7 +108,6 @@ class EngineCore:
         self._reporter = reporter
         self._eos = eos_token_ids
         self._overlap = overlap
-        self._seeds = random.Random(random_seed)
         self._worker_stats = worker_stats
         self._check = check
         self._lockstep = lockstep
@@ -264,30 +260,40 @@ class EngineCore:
         if isinstance(message, messages.AddRequest):
             self._add(message)
         elif isinstance(message, messages.AbortRequest):
-            self._publish(self._abort(message))
+            self._publish(self._scheduler.abort(message.rids, FinishReason("abort", message=message.reason)))
         elif isinstance(message, messages.Call):
-            begun = self._experts.begin(message.method, message.args) if self._experts is not None else None
-            if begun is None:
-                self._port.send(self._answer(message))
-            else:
-                self._calls.append((message.id, begun))
+            self._called(message)
         elif isinstance(message, messages.Shutdown):
             self._stopping = message
             if not message.drain:
-                self._publish(self._scheduler.abort("", abort_all=True, reason=SHUTTING_DOWN))
-
-    def _abort(self, message: messages.AbortRequest) -> list[RequestEvent]:
-        reason = FinishReason("abort", message=message.reason)
-        if message.all or message.prefix:
-            return self._scheduler.abort(message.rid, abort_all=message.all, reason=reason)
-        return self._scheduler.finish(message.rid, reason)
+                self._publish(self._scheduler.abort_all(SHUTTING_DOWN))
 
     def _add(self, message: messages.AddRequest) -> None:
         try:
-            self._publish(self._scheduler.add(self._request(message)))
+            request = self._request(message)
+        except msgspec.ValidationError as error:
+            self._refuse(message, InputError(f"sampling_params: {error}"))
+            return
+        try:
+            self._publish(self._scheduler.add(request))
         except InputError as error:
-            finish = FinishReason("abort", message=error.message, status_code=error.status)
-            self._send_deltas([messages.RequestDelta(message.rid, [], finish.to_dict())])
+            self._refuse(message, error)
+
+    def _refuse(self, message: messages.AddRequest, error: InputError) -> None:
+        finish = FinishReason("abort", message=error.message, status_code=error.status)
+        self._send_deltas([messages.RequestDelta(message.rid, [], finish.to_dict())])
+
+    def _called(self, call: messages.Call) -> None:
+        try:
+            begun = self._experts.begin(call.method, call.args) if self._experts is not None else None
+        except (KeyError, TypeError) as error:
+            wrong = f"{call.method}: wrong arguments {sorted(call.args)}: {error!r}"
+            self._port.send(messages.Reply(id=call.id, ok=False, value=wrong))
+            return
+        if begun is None:
+            self._port.send(self._answer(call))
+        else:
+            self._calls.append((call.id, begun))
 
     def _request(self, message: messages.AddRequest) -> Request:
         sampling = msgspec.convert(message.sampling, SamplingParams)
@@ -304,7 +310,7 @@ class EngineCore:
             arrival=message.arrival or time.monotonic(),
             logprobs=logprobs,
             extra_key=message.extra_key,
-            seed=self._seeds.getrandbits(_SEED_BITS) if message.seed is None else message.seed,
+            seed=message.seed,
             output_ids=list(message.said),
             retractions=int(message.resumed),
         )

@@ -78,7 +78,6 @@ def make_core(
         StepReporter(config.logging.decode_log_interval),
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
-        random_seed=config.random_seed,
         worker_stats=lambda: own | worker.state(),
         experts=ExpertCalls(driver, config.experts.directory),
         check=check,

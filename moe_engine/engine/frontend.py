@@ -9,14 +9,17 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation, Piece
-from moe_engine.engine.prepare import BURST, FrontendSettings, Job, Preparer, duplicate_rid
+from moe_engine.engine.messages import RequestDelta
+from moe_engine.engine.prepare import BURST, FrontendSettings, Job, Preparer
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.tokenizer.tokenizer import Tokenizer
+from moe_engine.types import FinishReason
 
 __all__ = ["Frontend", "FrontendSettings", "GenerateInput", "Job", "Observer"]
 
@@ -54,12 +57,13 @@ class Frontend:
         self.tokenizer = tokenizer
         self.settings = settings or FrontendSettings()
         self.observer = observer
-        self._live: dict[str, Generation] = {}
+        self._live: dict[str, _Sequence] = {}
+        """By the client's id, from the start of a request's answer until the sequence has ended here."""
         self._preparer = Preparer(client.info, tokenizer, self.settings)
 
     @property
     def num_live(self) -> int:
-        """Sequences in the engine's hands now."""
+        """Sequences that have begun and not ended."""
         return len(self._live)
 
     # -- whole requests
@@ -109,19 +113,28 @@ class Frontend:
         return job.generations
 
     async def pieces(self, job: Job) -> AsyncGenerator[Piece]:
-        """The new parts of all sequences of a request, in the order they come."""
-        gates = _gates(job.generations)
-        if len(job.generations) == 1:
-            async with aclosing(self._run(job.generations[0], None)) as pieces:
+        """The new parts of all sequences of a request, in the order they come.
+
+        Raises:
+            InputError: one of its ids is that of a request that is still running.
+        """
+        sequences = self._enter(job)
+        try:
+            parts = self._run(sequences[0]) if len(sequences) == 1 else self._run_all(sequences)
+            async with aclosing(parts) as pieces:
                 async for piece in pieces:
                     yield piece
-            return
-        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        finally:
+            for sequence in sequences:
+                self._leave(sequence)
+
+    async def _run_all(self, sequences: list[_Sequence]) -> AsyncGenerator[Piece]:
+        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(len(sequences))
         tasks: list[asyncio.Task[None]] = []
-        remaining = len(job.generations)
+        remaining = len(sequences)
         try:
-            for g in job.generations:
-                tasks.append(asyncio.create_task(self._pump(g, gates[g.prompt_index], queue)))
+            for sequence in sequences:
+                tasks.append(asyncio.create_task(self._pump(sequence, queue)))
                 if len(tasks) % BURST == 0:
                     await asyncio.sleep(0)
             while remaining:
@@ -138,9 +151,12 @@ class Frontend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
-        """Ends every request whose id starts with `rid`, or all of them."""
-        if all or rid:
-            self.client.abort(rid, all=all, reason=reason)
+        """Ends every request whose id, the client's, starts with `rid`, or all of them."""
+        chosen = [s for s in self._live.values() if all or (rid and s.generation.rid.startswith(rid))]
+        for sequence in chosen:
+            sequence.aborted = sequence.aborted or reason
+            sequence.go.set()
+        self.client.abort([s.generation.request.rid for s in chosen if s.is_sent], reason)
 
     async def prepare(self, inp: GenerateInput) -> Job:
         """Checks a request, tokenizes it and settles its limits, for `collect`, `pieces` or `chunks`.
@@ -148,78 +164,119 @@ class Frontend:
         Raises:
             InputError: naming the field at fault and how to mend it.
         """
-        return await self._preparer.prepare(inp, self._live)
+        return await self._preparer.prepare(inp)
 
     # -- one sequence
 
-    async def _pump(self, generation: Generation, gate: _Gate | None, queue: asyncio.Queue[Any]) -> None:
+    async def _pump(self, sequence: _Sequence, queue: asyncio.Queue[Any]) -> None:
+        """Waits while the queue is full: what then comes for the sequence merges before any work is done on it."""
         try:
-            async with aclosing(self._run(generation, gate)) as pieces:
+            async with aclosing(self._run(sequence)) as pieces:
                 async for piece in pieces:
-                    queue.put_nowait(piece)
-            queue.put_nowait(None)
+                    await queue.put(piece)
+            await queue.put(None)
         except Exception as exc:
-            queue.put_nowait(exc)
+            await queue.put(exc)
 
-    async def _run(self, generation: Generation, gate: _Gate | None) -> AsyncGenerator[Piece]:
-        if gate is not None and gate.leader is not generation:
-            await gate.open.wait()
-        self._enter(generation)
+    async def _run(self, sequence: _Sequence) -> AsyncGenerator[Piece]:
+        await sequence.go.wait()
+        generation = sequence.generation
+        observer = self.observer if generation.observed else None
+        if observer is not None:
+            observer.received(generation)
         try:
-            async with aclosing(_closable(self.client.stream(generation.request))) as deltas:
+            async with aclosing(self._deltas(sequence)) as deltas:
                 async for delta in deltas:
                     before, last = len(generation.output_ids), generation.last_token_at
                     generation.feed(delta)
-                    if gate is not None and (generation.output_ids or generation.finish):
-                        gate.open.set()
-                    if generation.observed and self.observer is not None and len(generation.output_ids) > before:
-                        self._observe(generation, len(generation.output_ids) - before, last)
+                    if generation.output_ids or generation.finish:
+                        sequence.let_followers_go()
+                    if observer is not None and len(generation.output_ids) > before:
+                        _observe(observer, generation, len(generation.output_ids) - before, last)
                     _raise_if_refused(generation)
-                    if (piece := generation.take_piece()) is not None:
-                        yield piece
                     if generation.finish is not None:
                         break
+                    if (piece := generation.take_piece()) is not None:
+                        yield piece
             if generation.finish is None:
                 raise EngineDeadError(f"the engine stopped answering request {generation.rid!r}")
+            self._leave(sequence)  # its id is free as soon as the client can know that it has ended
+            if (piece := generation.take_piece()) is not None:
+                yield piece
         finally:
-            if gate is not None and gate.leader is generation:
-                gate.open.set()
-            self._leave(generation)
+            sequence.let_followers_go()
+            self._leave(sequence)
+            generation.finished_at = generation.finished_at or time.monotonic()
+            if observer is not None:
+                observer.finished(generation)
 
-    def _enter(self, generation: Generation) -> None:
-        if generation.rid in self._live:
-            raise duplicate_rid(generation.rid)
-        self._live[generation.rid] = generation
-        if generation.observed and self.observer is not None:
-            self.observer.received(generation)
+    def _deltas(self, sequence: _Sequence) -> AsyncGenerator[RequestDelta]:
+        request = sequence.generation.request
+        if sequence.aborted is not None:  # before the engine heard of it
+            return _only(RequestDelta(request.rid, [], FinishReason("abort", message=sequence.aborted).to_dict()))
+        sequence.is_sent = True
+        return _closable(self.client.stream(request))
 
-    def _leave(self, generation: Generation) -> None:
-        del self._live[generation.rid]
-        generation.finished_at = generation.finished_at or time.monotonic()
-        if generation.observed and self.observer is not None:
-            self.observer.finished(generation)
+    def _enter(self, job: Job) -> list[_Sequence]:
+        """The sequences of a job, whose ids are in use from now on."""
+        for generation in job.generations:
+            if generation.rid in self._live:
+                raise InputError(
+                    f"rid: a request with id {generation.rid!r} is still running; use another id", field="rid"
+                )
+        sequences = _sequences(job.generations)
+        self._live.update((sequence.generation.rid, sequence) for sequence in sequences)
+        return sequences
 
-    def _observe(self, generation: Generation, count: int, last: float | None) -> None:
-        assert self.observer is not None and generation.last_token_at is not None
-        since = generation.received_at if last is None else last
-        self.observer.tokens(generation, count, generation.last_token_at - since, first=last is None)
-
-
-class _Gate:
-    """Holds back the copies of a prompt until the first of them has computed it."""
-
-    def __init__(self, leader: Generation) -> None:
-        self.leader = leader
-        self.open = asyncio.Event()
+    def _leave(self, sequence: _Sequence) -> None:
+        """Its id is free. Safe to call twice."""
+        if self._live.get(sequence.generation.rid) is sequence:
+            del self._live[sequence.generation.rid]
 
 
-def _gates(generations: list[Generation]) -> dict[int, _Gate | None]:
-    gates: dict[int, _Gate | None] = {}
+async def _only(delta: RequestDelta) -> AsyncGenerator[RequestDelta]:
+    yield delta
+
+
+def _observe(observer: Observer, generation: Generation, count: int, last: float | None) -> None:
+    assert generation.last_token_at is not None
+    since = generation.received_at if last is None else last
+    observer.tokens(generation, count, generation.last_token_at - since, first=last is None)
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """A sequence whose request has begun.
+
+    `go` is set when it may go to the engine, or is to end without: copies of a long prompt are the `followers` of the
+    first one, which computes the prompt for them.
+    """
+
+    generation: Generation
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    followers: list[_Sequence] = field(default_factory=list)
+    is_sent: bool = False
+    aborted: str | None = None
+    """Why it is to end."""
+
+    def let_followers_go(self) -> None:
+        for follower in self.followers:
+            follower.go.set()
+        self.followers = []
+
+
+def _sequences(generations: list[Generation]) -> list[_Sequence]:
+    leaders: dict[int, _Sequence] = {}
+    sequences = []
     for g in generations:
-        if g.prompt_index not in gates:
-            shared = g.sampling.n > 1 and len(g.prompt_ids) >= SHARED_PROMPT_TOKENS
-            gates[g.prompt_index] = _Gate(g) if shared else None
-    return gates
+        sequence = _Sequence(g)
+        leader = leaders.setdefault(g.prompt_index, sequence)
+        if leader is not sequence and len(g.prompt_ids) >= SHARED_PROMPT_TOKENS:
+            leader.followers.append(sequence)
+        else:
+            sequence.go.set()
+        sequences.append(sequence)
+    return sequences
 
 
 def _closable(iterator: AsyncIterator[Any]) -> AsyncGenerator[Any]:

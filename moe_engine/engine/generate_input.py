@@ -89,7 +89,6 @@ class Prompt:
     ids: list[int]
     sampling: SamplingParams
     rid: str
-    rid_is_ours: bool
     logprobs: LogprobOptions | None
     extra_key: str | None
     length_asked: bool = True
@@ -129,7 +128,6 @@ def split_prompts(inp: GenerateInput, preferred: Mapping[str, Any] | None = None
                 ids=batch_of_ids[i] if texts is None else [],
                 sampling=samplings[i],
                 rid=rids[i] if rids else uuid.uuid4().hex,
-                rid_is_ours=not rids,
                 logprobs=_logprobs(inp, i, count, is_batch),
                 extra_key=extra_key,
                 length_asked=_length_asked(inp, i),

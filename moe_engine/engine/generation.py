@@ -28,6 +28,7 @@ class Generation:
     """Gathers a sequence. Fed by `Frontend`, read by whoever answers the client.
 
     Args:
+        rid: the client's id, which aborts, logs and answers use; `request.rid` is the engine's.
         index: its place among the sequences of the request, prompt-major.
         prompt_index: which prompt of the request it continues.
         live: text is wanted while tokens come (a stream, or stop strings); otherwise it is made once, at the end.
@@ -40,6 +41,7 @@ class Generation:
         request: AddRequest,
         sampling: SamplingParams,
         *,
+        rid: str = "",
         index: int = 0,
         prompt_index: int = 0,
         logprobs: LogprobOptions | None = None,
@@ -53,7 +55,7 @@ class Generation:
         weight_version: str = "default",
     ) -> None:
         self.request = request
-        self.rid = request.rid
+        self.rid = rid or request.rid
         self.prompt_ids = request.prompt_ids
         self.prompt_text = prompt_text
         self.sampling = sampling

@@ -18,13 +18,15 @@ class Message(msgspec.Struct, tag_field="kind", array_like=False, omit_defaults=
 
 
 class AddRequest(Message, tag="add"):
-    """A checked, tokenized request. `sampling` holds the fields of `types.SamplingParams`."""
+    """A checked, tokenized request. `sampling` holds the fields of `types.SamplingParams`; `seed` is that of its draws,
+    wherever it runs. `rid` is private to the front end and the engine: it begins with the client's id and is never used
+    again, so that what a core still sends about a request that has left is not taken for news of a later one."""
 
     rid: str
     prompt_ids: list[int]
     sampling: dict[str, Any]
     max_new_tokens: int
-    seed: int | None = None
+    seed: int
     priority: int | None = None
     logprob_start: int | None = None
     return_logprob: bool = False
@@ -41,11 +43,9 @@ class AddRequest(Message, tag="add"):
 
 
 class AbortRequest(Message, tag="abort"):
-    """Ends the request `rid` (with `prefix`: every one whose rid starts so), or all. `reason` is what clients read."""
+    """Ends exactly these requests; those that have ended already are left out. `reason` is what clients read."""
 
-    rid: str = ""
-    prefix: bool = False
-    all: bool = False
+    rids: list[str]
     reason: str = "Aborted"
 
 
@@ -117,7 +117,8 @@ class CoreReady(Message, tag="ready"):
 
 
 class CoreFailed(Message, tag="failed"):
-    """The core cannot go on (or could not start). `kind` is the error class, `config` errors are the user's to mend."""
+    """The core cannot continue, or could not start. `error` is the name of the error's class; a ``ConfigError`` is the
+    user's to mend."""
 
     message: str
     error: str = "EngineDeadError"

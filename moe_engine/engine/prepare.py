@@ -6,8 +6,11 @@ Every refusal happens here, before the engine hears of the request.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
+import random
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +25,7 @@ from moe_engine.tokenizer.tokenizer import Tokenizer
 
 THREAD_CHARS = 4096
 """Longer texts are tokenized beside the event loop, so that they do not hold up other requests."""
+SEED_BITS = 63
 BURST = 64
 """Sequences of one request handled at a stretch: then health probes and other requests have their turn."""
 
@@ -36,6 +40,8 @@ class FrontendSettings:
     weight_version: str = "default"
     preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
+    random_seed: int = 0
+    """Of the seeds that are drawn for requests without one (`--random-seed`)."""
 
 
 @dataclass(slots=True)
@@ -60,23 +66,27 @@ class Preparer:
         self._info = info
         self._tokenizer = tokenizer
         self._settings = settings
+        self._seeds = random.Random(settings.random_seed)
+        self._numbers = itertools.count(1)
 
-    async def prepare(self, inp: GenerateInput, live: Container[str] = ()) -> Job:
-        """Checks a request, tokenizes it and settles its limits. `live`: request ids in use.
+    async def prepare(self, inp: GenerateInput) -> Job:
+        """Checks a request, tokenizes it and settles its limits.
 
         Raises:
             InputError: naming the field at fault and how to mend it.
         """
         prompts, is_batch = split_prompts(inp, self._settings.preferred_sampling_params)
+        seeds = self._draw_seeds(prompts)  # before the first await: the order of arrival alone decides them
         await self._tokenize(inp, prompts)
         for i, prompt in enumerate(prompts):
-            self._check(inp, prompt, live, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+            self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
             if i % BURST == BURST - 1:
                 await asyncio.sleep(0)
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(prompts):
             for copy in range(prompt.sampling.n):
-                generations.append(self._generation(inp, prompt, prompt_index, copy, len(generations)))
+                seed = seeds[len(generations)]
+                generations.append(self._generation(inp, prompt, prompt_index, copy, len(generations), seed))
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
         is_list = is_batch or len(generations) > 1
@@ -104,7 +114,7 @@ class Preparer:
                 raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
             prompt.ids = ids
 
-    def _check(self, inp: GenerateInput, prompt: Prompt, live: Container[str], where: str) -> None:
+    def _check(self, inp: GenerateInput, prompt: Prompt, where: str) -> None:
         info = self._info
         check_token_ids(prompt.ids, info.vocab_size, where)
         _check_vocab(prompt, info.vocab_size, inp.sampling_field)
@@ -116,8 +126,6 @@ class Preparer:
             )
         if prompt.logprobs is not None:
             check_token_ids(prompt.logprobs.token_ids or (0,), info.vocab_size, "token_ids_logprob")
-        if not prompt.rid_is_ours and (prompt.rid in live or f"{prompt.rid}_0" in live):
-            raise duplicate_rid(prompt.rid)
         self._fit(prompt, inp.max_tokens_field, where if prompt.text is None else inp.text_field)
         if prompt.logprobs is not None and (prompt.logprobs.start or 0) > len(prompt.ids):
             raise InputError(
@@ -163,15 +171,26 @@ class Preparer:
                 field=where,
             )
 
-    def _generation(self, inp: GenerateInput, prompt: Prompt, prompt_index: int, copy: int, index: int) -> Generation:
+    def _draw_seeds(self, prompts: list[Prompt]) -> list[int]:
+        """One for each sequence, prompt-major. No scheduler draws any: those of several would draw the same."""
+        seeds = []
+        for prompt in prompts:
+            given = prompt.sampling.sampling_seed
+            for copy in range(prompt.sampling.n):
+                seeds.append(self._seeds.getrandbits(SEED_BITS) if given is None else seed_of_copy(given, copy))
+        return seeds
+
+    def _generation(
+        self, inp: GenerateInput, prompt: Prompt, prompt_index: int, copy: int, index: int, seed: int
+    ) -> Generation:
         sampling, options = prompt.sampling, prompt.logprobs
-        seed = sampling.sampling_seed
+        rid = prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}"
         request = AddRequest(
-            rid=prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}",
+            rid=f"{rid}-{next(self._numbers)}",  # unlike the client's own id, it is never used again
             prompt_ids=prompt.ids,
             sampling=msgspec.to_builtins(sampling),
             max_new_tokens=max(1, prompt.max_new_tokens),
-            seed=None if seed is None else _seed_of_copy(seed, copy),
+            seed=seed,
             priority=inp.priority,
             extra_key=prompt.extra_key,
             arrival=time.monotonic(),
@@ -185,6 +204,7 @@ class Preparer:
         return Generation(
             request,
             sampling,
+            rid=rid,
             index=index,
             prompt_index=prompt_index,
             logprobs=options,
@@ -207,13 +227,13 @@ def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:
         raise InputError(exc.message.lstrip("."), field=(exc.field or "").lstrip(".")) from None
 
 
-def _seed_of_copy(seed: int, copy: int) -> int:
-    """Copies of a prompt differ though the client gave one seed; the first has exactly that one."""
-    return seed + copy if seed + copy < 2**64 else seed + copy - 2**64
-
-
-def duplicate_rid(rid: str) -> InputError:
-    return InputError(f"rid: a request with id {rid!r} is still running; use another id", field="rid")
+def seed_of_copy(seed: int, copy: int) -> int:
+    """Copies of a prompt differ though the client gave one seed. The first has exactly that one; the others have 64-bit
+    hashes of (seed, copy), so that they are not the first copies of other seeds, such as seed + 1."""
+    if copy == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed % 2**64} {copy}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _too_long(count: str, limit: int, field: str) -> InputError:

@@ -110,4 +110,5 @@ def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
         allow_auto_truncate=server.allow_auto_truncate,
         weight_version=server.weight_version,
         preferred_sampling_params=json.loads(server.preferred_sampling_params),
+        random_seed=config.random_seed,
     )

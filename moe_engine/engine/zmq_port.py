@@ -5,11 +5,13 @@ from __future__ import annotations
 import zmq
 
 from moe_engine.engine import messages
+from moe_engine.engine.frames import FrameReader
 from moe_engine.engine.zmq_sockets import JobKeys, bind, connect
 
 
 class ZmqPort:
-    """Implements `core.Port`: pulls from the front end, pushes to it. Nothing is ever dropped for being slow.
+    """Implements `core.Port`: pulls from the front end, pushes to it. No message is ever dropped for being slow; frames
+    that are no messages are dropped with a warning.
 
     Args:
         to_core_address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
@@ -28,6 +30,7 @@ class ZmqPort:
         self._in = context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
         self.address = bind(self._in, to_core_address, keys)
+        self._frames: FrameReader[messages.ToCore] = FrameReader("engine core", messages.decode_to_core)
         self._poller = zmq.Poller()
         for socket in (self._in,) if wake is None else (self._in, wake):
             self._poller.register(socket, zmq.POLLIN)
@@ -37,14 +40,9 @@ class ZmqPort:
         connect(self._out, from_core_address, keys)
 
     def receive(self, timeout: float) -> list[messages.Message]:
-        received: list[messages.Message] = []
         if timeout and not self._poller.poll(int(timeout * 1000)):
-            return received
-        while True:
-            try:
-                received.append(messages.decode_to_core(self._in.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return received
+            return []
+        return list(self._frames.drain(self._in))
 
     def send(self, message: messages.Message) -> None:
         self._out.send(messages.encode(message))

@@ -14,7 +14,7 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Literal
 
 from moe_engine.errors import MoeEngineError
@@ -87,17 +87,15 @@ class Scheduler:
             self._retry_at = 0
         return events
 
-    def abort(self, rid_prefix: str, abort_all: bool = False, reason: FinishReason = ABORTED) -> list[RequestEvent]:
-        """Ends all requests whose rid starts with `rid_prefix`. Returns the events of those that could end at once:
+    def abort(self, rids: Iterable[str], reason: FinishReason = ABORTED) -> list[RequestEvent]:
+        """Ends these requests, where they have not ended already. Returns the events of those that could end at once:
         the waiting ones, and without a step in flight the running ones too; the others end in the next `update`."""
-        if not rid_prefix and not abort_all:
-            return []
-        return self._end([r for rid, r in self.book.live.items() if abort_all or rid.startswith(rid_prefix)], reason)
+        live = self.book.live
+        return self._end([live[rid] for rid in dict.fromkeys(rids) if rid in live], reason)
 
-    def finish(self, rid: str, reason: FinishReason) -> list[RequestEvent]:
-        """Ends exactly this request, as `abort` does, with a reason of the caller's (a stop string was seen)."""
-        request = self.book.live.get(rid)
-        return [] if request is None else self._end([request], reason)
+    def abort_all(self, reason: FinishReason = ABORTED) -> list[RequestEvent]:
+        """`abort` of every request."""
+        return self._end(list(self.book.live.values()), reason)
 
     def _end(self, requests: list[Request], reason: FinishReason) -> list[RequestEvent]:
         now = self._clock()

@@ -46,7 +46,8 @@ class ControlApi:
         """Generates one token."""
         inp = GenerateInput(
             input_ids=[0],
-            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            # a seed of its own, as probes must not change those that are drawn for requests
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0},
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
             log_metrics=False,
         )

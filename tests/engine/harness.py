@@ -31,7 +31,7 @@ class Scripted:
     arrives: int = 0
     aborted_at: int | None = None
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    seed: int | None = None
+    seed: int = 0
     logprob: bool = False
     priority: int | None = None
 
@@ -64,7 +64,7 @@ class ScriptedPort:
                 self._sent.add(item.rid)
                 out.append(add_request(item))
             if item.rid in self._sent and item.aborted_at == self._turn:
-                out.append(messages.AbortRequest(rid=item.rid))
+                out.append(messages.AbortRequest([item.rid]))
         if len(self._sent) == len(self._script) and all(a.finish for a in self.answers.values()):
             out.append(messages.Shutdown())
         return out

@@ -32,6 +32,7 @@ class FakeCore:
         self.boards = [StatusBoard(folder / f"{name}-board-{group}", create=True) for group in range(groups)]
         self.dead: str | None = None
         self.stopped: float | None = None
+        self._groups: dict[str, int] = {}
         self._inboxes = [zmq.Context.instance().socket(zmq.PULL) for _ in range(groups)]
         for inbox, address in zip(self._inboxes, self.to_core_addresses):
             inbox.bind(address)
@@ -59,7 +60,10 @@ class FakeCore:
     async def got(self, group: int) -> messages.ToCore:
         while not self._inboxes[group].poll(0):
             await asyncio.sleep(0.002)
-        return messages.decode_to_core(self._inboxes[group].recv())
+        message = messages.decode_to_core(self._inboxes[group].recv())
+        if isinstance(message, AddRequest):
+            self._groups[message.rid] = group
+        return message
 
     def nothing_for(self, group: int) -> bool:
         return not self._inboxes[group].poll(20)
@@ -69,11 +73,11 @@ class FakeCore:
 
     def bring(self, rid: str, tokens: list[int], *, end: bool = False) -> None:
         finish = {"type": "length", "length": len(tokens)} if end else None
-        self.send(messages.StepOutput(deltas=[RequestDelta(rid, tokens, finish)]))
+        self.send(messages.StepOutput(deltas=[RequestDelta(rid, tokens, finish)], group=self._groups.get(rid, 0)))
 
     def die(self, cause: str) -> None:
-        self.dead = cause
-        self._listener(cause)
+        self.dead = self.dead or cause
+        self._listener(self.dead)
 
     def close(self) -> None:
         for socket in (self.from_core, self._outbox, *self._inboxes):
@@ -96,7 +100,7 @@ async def client_of(
 
 
 def request(rid: str, length: int = 3, lane: int | None = None) -> AddRequest:
-    return AddRequest(rid, list(range(length)), {}, 8, routed_dp_rank=lane)
+    return AddRequest(rid, list(range(length)), {}, 8, seed=0, routed_dp_rank=lane)
 
 
 def ask(client: CoreClient, *args: Any, **options: Any) -> asyncio.Task[list[int]]:
@@ -187,10 +191,17 @@ def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
                 assert asked.method == "flush_cache" and asked.args == {"now": True}
                 core.send(messages.Reply(id=asked.id, value=value))
             assert await call == [1, 2, 3]  # by scheduler, whoever was first
-            client.abort("r", reason="enough")
+            tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
             for core, group in ((first, 0), (first, 1), (second, 0)):
+                await core.got(group)
+            client.abort(["r0", "r2", "r", "another"], reason="enough")  # exactly these
+            for core, group, rid in ((first, 0, "r0"), (second, 0, "r2")):
                 abort = await core.got(group)
-                assert (abort.rid, abort.prefix, abort.reason) == ("r", True, "enough")
+                assert (abort.rids, abort.reason) == ([rid], "enough")
+                core.bring(rid, [], end=True)
+            assert first.nothing_for(1)
+            first.send(messages.StepOutput([RequestDelta("r1", [], {"type": "length", "length": 0})], group=1))
+            await asyncio.gather(*tasks)
 
     asyncio.run(run())
 
@@ -273,7 +284,7 @@ def test_a_client_that_leaves_aborts_where_its_request_is(tmp_path: Path) -> Non
             await asyncio.gather(core.got(0), core.got(1))
             tasks[1].cancel()
             abort = await core.got(1)
-            assert abort.rid == "r1" and not abort.prefix and core.nothing_for(0)
+            assert abort.rids == ["r1"] and core.nothing_for(0)
             core.bring("r0", [1], end=True)
             await tasks[0]
 

@@ -187,8 +187,8 @@ class Simulation:
         self.outcomes[request.rid] = Outcome(request)
         self.take(self.scheduler.add(request))
 
-    def abort(self, prefix: str) -> None:
-        self.take(self.scheduler.abort(prefix))
+    def abort(self, rid: str) -> None:
+        self.take(self.scheduler.abort([rid]))
 
     def take(self, events: list[RequestEvent]) -> None:
         for event in events:

@@ -147,12 +147,13 @@ def test_abort_waiting_at_once_running_at_the_next_update() -> None:
     for rid in ("x1", "x2", "y"):
         s.add(make_request(rid, [5, 6], 9))
     first = plan(s)
-    (event,) = s.abort("x") if len(s.abort("nobody")) == 0 else []
+    assert s.abort(["x", "unknown"]) == []  # no id begins another one
+    (event,) = s.abort(["x1", "x2", "x2"])
     assert event.rid == "x2" and event.finish_reason is not None and event.finish_reason.type == "abort"
     (event,) = answer(s, first)
     assert event.rid == "x1" and event.token_ids == [] and event.finish_reason is not None
-    assert s.abort("") == []
-    assert [e.rid for e in s.abort("", abort_all=True)] == ["y"]
+    assert s.abort([]) == []
+    assert [e.rid for e in s.abort_all()] == ["y"]
     assert s.is_idle()
 
 

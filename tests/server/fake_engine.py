@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,11 @@ INFO = EngineInfo(
 )
 
 
+def clients_id(request: AddRequest) -> str:
+    """The id that the client gave, or knows: the engine's own has a number behind it."""
+    return request.rid.rpartition("-")[0]
+
+
 class FakeClient:
     """Answers every request with `script(request)`, `per_step` tokens at a time; EOS ends it.
 
@@ -49,7 +54,7 @@ class FakeClient:
         self.requests: list[AddRequest] = []
         self.running: set[str] = set()
         self.closed_early: list[str] = []
-        self.aborts: list[tuple[str, bool]] = []
+        self.aborts: list[str] = []
         self.state: Any = {
             "last_gen_throughput": 12.5,
             "cache_hit_rate": 0.25,
@@ -73,7 +78,7 @@ class FakeClient:
         finally:
             self.running.discard(request.rid)
             if not finished:
-                self.closed_early.append(request.rid)
+                self.closed_early.append(clients_id(request))
 
     async def _deltas(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
         if self.refuse is not None:
@@ -116,8 +121,8 @@ class FakeClient:
         top = [[token + i, -0.5 - i] for i in range(request.top_logprobs)]
         return [token, None if first else -0.5, top, [[t, -3.0] for t in request.token_ids_logprob]]
 
-    def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
-        self.aborts.append((rid, all))
+    def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
+        self.aborts += [clients_id(request) for request in self.requests if request.rid in rids]
 
     async def call(self, method: str, **args: Any) -> list[Any]:
         if method == "flush_cache":

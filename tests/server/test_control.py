@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from moe_engine.engine.client_api import Health
@@ -251,10 +253,23 @@ def test_flush_and_abort():
     assert post(client, "/flush_cache", b"").text.startswith("Cache flushed.")
     client.idle = False
     assert get(client, "/flush_cache").status_code == 400
-    assert post(client, "/abort_request", {"rid": "abc"}).status_code == 200
-    assert post(client, "/abort_request", {"abort_all": True}).status_code == 200
-    assert client.aborts == [("abc", False), ("", True)]
     assert post(client, "/abort_request", {}).status_code == 400
+    client.mute = True
+
+    async def session(http: httpx.AsyncClient) -> None:
+        bodies = [{"text": "x", "rid": rid} for rid in ("abc", "abd", "b")]
+        running = [asyncio.create_task(http.post("/generate", json=body)) for body in bodies]
+        while len(client.requests) < 3:
+            await asyncio.sleep(0.001)
+        assert (await http.post("/abort_request", json={"rid": "ab"})).status_code == 200
+        assert client.aborts == ["abc", "abd"]
+        assert (await http.post("/abort_request", json={"abort_all": True})).status_code == 200
+        assert client.aborts == ["abc", "abd", "abc", "abd", "b"]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    talk(client, session)
 
 
 def test_flush_waits_as_long_as_it_is_told(monkeypatch):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
-from tests.server.fake_engine import FakeClient
+from tests.server.fake_engine import FakeClient, clients_id
 from tests.server.harness import CHAT, TEXT, events, post, real_server
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
@@ -117,7 +117,7 @@ def test_sampling_of_chat_requests():
     (request,) = client.requests
     sampling = request.sampling
     assert (sampling["temperature"], sampling["top_p"], sampling["min_new_tokens"]) == (0.6, 0.5, 2)
-    assert (request.seed, sampling["ignore_eos"], request.rid, answer["id"]) == (3, True, "mine", "mine")
+    assert (request.seed, sampling["ignore_eos"], clients_id(request), answer["id"]) == (3, True, "mine", "mine")
     assert request.max_new_tokens == 256 - len(request.prompt_ids)  # the rest of the context
 
 
