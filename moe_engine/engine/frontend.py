@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation, Piece
-from moe_engine.engine.prepare import BURST, FrontendSettings, Job, Preparer, duplicate_rid
+from moe_engine.engine.prepare import BURST, FrontendSettings, Job, Preparer, ReadRequest, duplicate_rid
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
@@ -149,6 +149,14 @@ class Frontend:
             InputError: naming the field at fault and how to mend it.
         """
         return await self._preparer.prepare(inp, self._live)
+
+    def read(self, inp: GenerateInput) -> ReadRequest:
+        """The part of `prepare` whose work grows with the request's size; any thread may do it. Raises InputError."""
+        return self._preparer.read(inp)
+
+    async def begin(self, read: ReadRequest) -> Job:
+        """The rest of `prepare`. Raises InputError: a request id is in use."""
+        return await self._preparer.begin(read, self._live)
 
     # -- one sequence
 

@@ -1,9 +1,9 @@
 """Cuts a long text into slices that give the same tokens one by one as the whole text does.
 
-The tokenizers library keeps some hundred bytes for each token of a text it works on, and holds Python's interpreter lock
-while it hands the ids out. The size of a slice bounds both. A text is cut between two words or behind a line break, and
-only where the tokenizer gives the same tokens for both sides of the cut as for the text around it. Some vocabularies put
-a blank in front of every text: they have no place to cut, and their texts stay whole.
+The tokenizers library keeps some hundred bytes for each token of a text it works on, and holds Python's interpreter
+lock while it hands the ids out. The size of a slice bounds both. A text is cut between two words or behind a line
+break, and only where the tokenizer gives the same tokens for both sides of the cut as for the text around it. Some
+vocabularies put a blank in front of every text: they have no place to cut, and their texts stay whole.
 """
 
 from __future__ import annotations

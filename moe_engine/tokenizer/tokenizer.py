@@ -200,28 +200,28 @@ class Tokenizer:
         Raises:
             InputError: 413, a text of megabytes that can be tokenized only whole; see `slices`.
         """
-        batch: list[list[int]] = []
-        for group in slices.groups(texts):
-            if len(group[0]) > slices.SLICE_CHARS:
-                batch.append([token for ids in self.encode_slices(group[0], add_special_tokens) for token in ids])
-            else:
-                batch += self._encode_group(group, add_special_tokens)
+        batch: list[list[int]] = [[] for _ in texts]
+        for index, ids in self.encode_parts(texts, add_special_tokens):
+            batch[index] = batch[index] + ids if batch[index] else ids
         return batch
 
-    def encode_slices(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
-        """The ids of one text, slice by slice. Raises as `encode_batch`."""
-        if len(text) <= slices.SLICE_CHARS:
-            yield self.encode(text, add_special_tokens)
-            return
-        first, last = self._ends if add_special_tokens else ([], [])
-        begun = False
-        for piece in slices.slices(text, self._encode_plain):
+    def encode_parts(self, texts: list[str], add_special_tokens: bool = True) -> Iterator[tuple[int, list[int]]]:
+        """`encode_batch` in parts: the index of a text and its next ids; each text has one part at least."""
+        first = 0
+        for group in slices.groups(texts):
+            if len(group[0]) > slices.SLICE_CHARS:
+                for ids in self._encode_long(group[0], add_special_tokens):
+                    yield first, ids
+            else:
+                yield from enumerate(self._encode_group(group, add_special_tokens), first)
+            first += len(group)
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> Iterator[list[int]]:
+        before, behind = self._ends if add_special_tokens else ([], [])
+        for number, piece in enumerate(slices.slices(text, self._encode_plain)):
             ids = self._encode_plain([piece])[0]
-            if not begun and add_special_tokens:
-                ids = self._with_one_bos(first + ids)
-            begun = True
-            yield ids
-        yield last
+            yield self._with_one_bos(before + ids) if number == 0 and add_special_tokens else ids
+        yield behind
 
     def _encode_group(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         by_rule = self._add_bos is not None

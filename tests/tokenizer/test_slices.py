@@ -63,8 +63,8 @@ def built(kind: str) -> Tokenizer:
 
 KINDS = ["tiny", "demo", *PATTERNS, "metaspace", "llama2"]
 WORDS = st.sampled_from(
-    ["Hello", "world", "a", "é", "你好。", "123", "1", "12345", "_", "'s", "'", "\n", " ", "  ", "\t", "\r\n", "-", "🙂",
-     "\u200d", "\u0301", "two words", "two", "words", "<lstrip>", *SPECIALS[:3]]
+    ["Hello", "world", "a", "é", "你好。", "123", "1", "12345", "_", "'s", "'", "\n", " ", "  ", "\t", "\r\n", "-",
+     "🙂", "\u200d", "\u0301", "two words", "two", "words", "<lstrip>", *SPECIALS[:3]]
 )  # fmt: skip
 TEXTS = st.lists(st.tuples(WORDS, st.sampled_from(["", " ", " ", "\n"])), max_size=60).map(
     lambda pairs: "".join(a + b for a, b in pairs)
@@ -82,7 +82,6 @@ def test_slices_have_the_tokens_of_the_whole(kind, text, size, special):
         patch.setattr(slices, "SLICE_CHARS", size)
         assert tok.encode(text, special) == whole
         assert tok.encode_batch([text, "a", "b c", text], special)[::3] == [whole, whole]
-        assert [token for ids in tok.encode_slices(text, special) for token in ids] == whole
 
 
 @pytest.mark.parametrize("kind", [*PATTERNS, "tiny", "demo", "metaspace"])
