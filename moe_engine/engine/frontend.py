@@ -16,7 +16,7 @@ from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation, Piece
 from moe_engine.engine.messages import RequestDelta
-from moe_engine.engine.prepare import BURST, FrontendSettings, Job, Preparer
+from moe_engine.engine.prepare import BURST, FrontendSettings, Job, Preparer, ReadRequest
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import FinishReason
@@ -165,6 +165,14 @@ class Frontend:
             InputError: naming the field at fault and how to mend it.
         """
         return await self._preparer.prepare(inp)
+
+    def read(self, inp: GenerateInput) -> ReadRequest:
+        """The part of `prepare` whose work grows with the request's size; any thread may do it. Raises InputError."""
+        return self._preparer.read(inp)
+
+    async def begin(self, read: ReadRequest) -> Job:
+        """The rest of `prepare`."""
+        return await self._preparer.begin(read)
 
     # -- one sequence
 

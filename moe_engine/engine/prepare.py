@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from moe_engine.errors import InputError
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 THREAD_CHARS = 4096
-"""Longer texts are tokenized beside the event loop, so that they do not hold up other requests."""
+"""Requests with more text or token ids are read in a thread, so that they do not hold up other requests."""
 SEED_BITS = 63
 BURST = 64
 """Sequences of one request handled at a stretch: then health probes and other requests have their turn."""
@@ -42,6 +42,18 @@ class FrontendSettings:
     """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
     random_seed: int = 0
     """Of the seeds that are drawn for requests without one (`--random-seed`)."""
+
+
+@dataclass(slots=True)
+class ReadRequest:
+    """A request whose prompts are checked and tokenized; nothing of it depends on other requests.
+
+    `inp` is without the fields that became `prompts`. `is_batch`: the client gave a list of prompts.
+    """
+
+    inp: GenerateInput
+    prompts: list[Prompt]
+    is_batch: bool
 
 
 @dataclass(slots=True)
@@ -75,24 +87,37 @@ class Preparer:
         Raises:
             InputError: naming the field at fault and how to mend it.
         """
+        if _size(inp) > THREAD_CHARS:
+            return await self.begin(await asyncio.to_thread(self.read, inp))
+        return await self.begin(self.read(inp))
+
+    def read(self, inp: GenerateInput) -> ReadRequest:
+        """The part of `prepare` whose work grows with the request's size. Any thread or process may do it.
+
+        Raises:
+            InputError: naming the field at fault and how to mend it.
+        """
         prompts, is_batch = split_prompts(inp, self._settings.preferred_sampling_params)
-        seeds = self._draw_seeds(prompts)  # before the first await: the order of arrival alone decides them
-        await self._tokenize(inp, prompts)
+        self._tokenize(inp, prompts)
         for i, prompt in enumerate(prompts):
             self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
-            if i % BURST == BURST - 1:
-                await asyncio.sleep(0)
+        rest = replace(inp, text=None, input_ids=None, sampling_params=None, rid=None, extra_key=None)
+        return ReadRequest(replace(rest, token_ids_logprob=None, top_logprobs_num=0), prompts, is_batch)
+
+    async def begin(self, read: ReadRequest) -> Job:
+        """The sequences of a request."""
+        seeds = self._draw_seeds(read.prompts)  # before the first await: the order of the requests alone decides them
         generations: list[Generation] = []
-        for prompt_index, prompt in enumerate(prompts):
+        for prompt_index, prompt in enumerate(read.prompts):
             for copy in range(prompt.sampling.n):
                 seed = seeds[len(generations)]
-                generations.append(self._generation(inp, prompt, prompt_index, copy, len(generations), seed))
+                generations.append(self._generation(read.inp, prompt, prompt_index, copy, len(generations), seed))
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
-        is_list = is_batch or len(generations) > 1
-        return Job(generations, is_list, inp.stream)
+        is_list = read.is_batch or len(generations) > 1
+        return Job(generations, is_list, read.inp.stream)
 
-    async def _tokenize(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
+    def _tokenize(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         texts = [p.text for p in prompts if p.text is not None]
         if not texts:
             return
@@ -105,11 +130,7 @@ class Preparer:
             for text in texts:
                 if (least := len(text) // self._tokenizer.max_token_chars) >= limit:
                     raise _too_long(f"at least {least}", limit, inp.text_field)
-        if sum(map(len, texts)) > THREAD_CHARS:
-            batch = await asyncio.to_thread(self._tokenizer.encode_batch, texts, inp.add_special_tokens)
-        else:
-            batch = self._tokenizer.encode_batch(texts, inp.add_special_tokens)
-        for prompt, ids in zip(prompts, batch, strict=True):
+        for prompt, ids in zip(prompts, self._tokenizer.encode_batch(texts, inp.add_special_tokens), strict=True):
             if not ids:
                 raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
             prompt.ids = ids
@@ -217,6 +238,14 @@ class Preparer:
             observed=inp.log_metrics,
             weight_version=self._settings.weight_version,
         )
+
+
+def _size(inp: GenerateInput) -> int:
+    """Characters of the texts, or token ids. A prompt of a batch counts as some more."""
+    given = inp.input_ids if inp.text is None else inp.text
+    if isinstance(given, list):
+        return sum(len(one) + 16 if isinstance(one, (str, list)) else 1 for one in given)
+    return len(given) if isinstance(given, str) else 0
 
 
 def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -11,6 +13,8 @@ from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.frontend import Frontend, Observer
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.server.auth import KeyCheck
+from moe_engine.server.bodies import Bodies
+from moe_engine.server.body_work import body_work
 from moe_engine.server.control_api import LATER_ENDPOINTS, ControlApi, internal_states, version
 from moe_engine.server.errors import Handler, Problem, Shape, error_response, guarded, native_body, openai_body
 from moe_engine.server.experts_api import ExpertsApi
@@ -23,6 +27,7 @@ from moe_engine.server.openai_completions import CompletionsApi
 from moe_engine.server.parse_api import ParseApi
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
+from moe_engine.server.text_processes import TextProcesses, TextSpec
 from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
 from moe_engine.tokenizer.reasoning import REASONING_PARSERS
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -37,6 +42,7 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     """
     _check_parsers(settings)
     state = ServerState(frontend, client, settings, make_template(settings, frontend.tokenizer))
+    state.bodies = Bodies(body_work(state), settings.max_body_bytes, _text_processes(state))
     app = FastAPI(title="moe-engine", version=version())
     app.state.server = state
     _add_openai(app, state)
@@ -47,6 +53,16 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
         app.add_middleware(KeyCheck, api_key=settings.api_key, admin_api_key=settings.admin_api_key)
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+def _text_processes(state: ServerState) -> TextProcesses | None:
+    """None for a tokenizer that no other process can load."""
+    tokenizer = state.frontend.tokenizer
+    if tokenizer is not None and tokenizer.source is None:
+        return None
+    settings = replace(state.settings, api_key=None, admin_api_key=None, server_args={})
+    source = tokenizer.source if tokenizer else None
+    return TextProcesses(TextSpec(source, state.chat_template, settings, state.client.info))
 
 
 def make_template(settings: ServerSettings, tokenizer: Tokenizer | None) -> ChatTemplate | None:

@@ -30,6 +30,14 @@ class ModelNotFoundError(InputError):
         super().__init__(f"The model {model!r} does not exist; this server has {served!r}.", field="model", status=404)
 
 
+class FailedElsewhereError(Exception):
+    """A request failed in another process, which named the problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a client is told of a failure."""
@@ -46,6 +54,8 @@ class Problem:
 
 def problem_of(exc: BaseException) -> Problem:
     """Names a failure for the client. What nobody foresaw is logged with its traceback."""
+    if isinstance(exc, FailedElsewhereError):
+        return exc.problem
     if isinstance(exc, ModelNotFoundError):
         return Problem(404, exc.message, "invalid_request_error", exc.field, "model_not_found")
     if isinstance(exc, InputError):
@@ -77,7 +87,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def error_response(problem: Problem, shape: Shape) -> Response:
     response = Response(msgspec.json.encode(shape(problem)), problem.status, media_type="application/json")
-    if problem.status == 413:
+    if problem.status in (408, 413):
         response.headers["connection"] = "close"  # the rest of the body is not wanted
     if problem.status == 401:
         response.headers["www-authenticate"] = "Bearer"
@@ -87,8 +97,7 @@ def error_response(problem: Problem, shape: Shape) -> Response:
 def stream_error(exc: Exception) -> bytes:
     """The event that ends a stream in which something went wrong."""
     problem = problem_of(exc)
-    fields = problem.fields() | {"code": problem.code or problem.status}
-    return b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
+    return b"data: " + msgspec.json.encode({"error": problem.fields()}) + b"\n\n"
 
 
 def guarded(handler: Handler, shape: Shape) -> Handler:

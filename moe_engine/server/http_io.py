@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-LENIENT_BYTES = 2**20
+SMALL_BODY_BYTES = 2**16
+BODY_PAUSE_SECONDS = 60.0
+"""A client that sends nothing of its body for so long is refused with 408."""
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -34,39 +36,70 @@ def sse(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request.
+class Body:
+    """The body of a request as it arrives.
 
     Raises:
-        InputError: 413 as soon as it is known to be longer than `limit` bytes.
+        InputError: 415, it is compressed; 413, as soon as it is known to be longer than `limit` bytes.
     """
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise _too_large(limit)
+
+    def __init__(self, request: Request, limit: int) -> None:
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise InputError(f"Content-Encoding {encoding!r:.40}: send the body uncompressed", status=415)
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise _too_large(limit)
+        self._limit = limit
+        self._stream = request.stream()
+        self._size = 0
+        self.is_complete = False
+
+    async def read(self, enough: int) -> bytes:
+        """The whole body, or its beginning once there are more than `enough` bytes. Raises as the class."""
+        parts: list[bytes] = []
+        while self._size <= enough and (part := await self._next()) is not None:
             parts.append(part)
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def rest(self) -> AsyncGenerator[bytes]:
+        """What `read` has left. Raises as the class."""
+        while (part := await self._next()) is not None:
+            yield part
+
+    async def _next(self) -> bytes | None:
+        try:
+            async with asyncio.timeout(BODY_PAUSE_SECONDS):
+                part = await anext(self._stream, None)
+        except ClientDisconnect:
+            raise ClientGoneError from None
+        except TimeoutError:
+            raise InputError(f"nothing of the request body came for {BODY_PAUSE_SECONDS:g} s", status=408) from None
+        if part is None:
+            self.is_complete = True
+            return None
+        self._size += len(part)
+        if self._size > self._limit:
+            raise _too_large(self._limit)
+        return part
 
 
-async def read_object(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object a client sent.
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object sent to an endpoint that takes a few short fields.
 
     Raises:
-        InputError: not JSON, not an object, or compressed.
+        InputError: not JSON, not an object, compressed, or longer than `SMALL_BODY_BYTES`.
     """
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise InputError(f"Content-Encoding {encoding!r:.40}: send the body uncompressed", status=415)
-    body = await read_body(request, limit)
-    if not body.strip():
+    return decode_object(await Body(request, SMALL_BODY_BYTES).read(SMALL_BODY_BYTES))
+
+
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object in a body.
+
+    Raises:
+        InputError: not JSON, or not an object.
+    """
+    if not body[:1024].strip() and not body.strip():
         raise InputError("the request body is empty; send a JSON object")
     try:
         value = msgspec.json.decode(body)
@@ -77,13 +110,10 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
     return value
 
 
-def _decode_leniently(body: bytes, cause: Exception) -> Any:
+def _decode_leniently(body: bytes | bytearray, cause: Exception) -> Any:
     """Python clients send NaN and Infinity; decoding them lets the check of the field name it. What Python's decoder
-    lets through besides, half surrogate pairs, is refused here: all strings of a request can be encoded. Large bodies
-    are not read twice, for all requests would wait meanwhile."""
+    lets through besides, half surrogate pairs, is refused here: all strings of a request can be encoded."""
     try:
-        if len(body) > LENIENT_BYTES:
-            raise ValueError
         value = json.loads(body)
     except (ValueError, RecursionError):
         raise InputError(f"the request body is not valid JSON: {cause}") from None
@@ -105,8 +135,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client hangs up.
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client hangs up. The request's body was read before.
 
     Raises:
         ClientGoneError: the client hung up.
@@ -124,20 +154,15 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-class EventStream(Response):
-    """A stream of server-sent events, closed with `data: [DONE]`.
+class PartsResponse(Response):
+    """An answer in parts. When the client hangs up, the generator is closed at once, wherever it stands."""
 
-    The status line waits for the first event, so that a request the engine refuses gets a proper HTTP error. When the
-    client hangs up, the generator is closed at once, wherever it stands.
-    """
+    media_type = "application/json"
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes], shape: Shape) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, parts: AsyncGenerator[bytes], headers: dict[str, str] | None = None) -> None:
+        super().__init__(headers=headers)
         del self.headers["content-length"]
-        self._events = events
-        self._shape = shape
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(scope, receive, send))
@@ -148,9 +173,31 @@ class EventStream(Response):
             pump.cancel()
             gone.cancel()
             await asyncio.gather(pump, gone, return_exceptions=True)
+        if not pump.cancelled():
+            pump.result()  # an answer that broke off must not look complete: the connection is closed
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events) as events:
+        async with aclosing(self._parts) as parts:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(PartsResponse):
+    """A stream of server-sent events, closed with `data: [DONE]`.
+
+    The status line waits for the first event, so that a request the engine refuses gets a proper HTTP error.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], shape: Shape) -> None:
+        super().__init__(events, {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._shape = shape
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._parts) as events:
             try:
                 first = await anext(events, b"")
             except Exception as exc:

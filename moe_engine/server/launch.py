@@ -136,6 +136,7 @@ async def _serve(
         stop=switch,
     )
     watchdog.cancel()
+    app.state.server.bodies.close()
     if client.cause_of_death() is not None:
         return ENGINE_DIED
     await client.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -13,8 +13,10 @@ from fastapi import Request, Response
 from moe_engine.engine.frontend import Job
 from moe_engine.engine.generate_input import GenerateInput, check_token_ids, refuse_later_fields
 from moe_engine.errors import InputError
+from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import native_body
-from moe_engine.server.http_io import EventStream, json_response, read_object, sse, unless_gone
+from moe_engine.server.http_io import EventStream, encode_json, json_response, read_object, sse, unless_gone
+from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.state import ServerState
 
 _FIELDS = (
@@ -49,7 +51,15 @@ class NativeApi:
         self._state = state
 
     async def generate(self, request: Request) -> Response:
-        body = await read_object(request, self._state.settings.max_body_bytes)
+        plan = await self._state.bodies.plan(request, "generate")
+        job = await self._state.frontend.begin(plan.read)
+        if job.stream:
+            return EventStream(self._events(job), native_body)
+        await unless_gone(request, self._state.frontend.collect(job))
+        outputs = [generation.output() for generation in job.generations]
+        return json_response(outputs if job.is_list else outputs[0])
+
+    def read_generate(self, body: dict[str, Any]) -> Plan:
         refuse_later_fields(body)
         if body.get("routed_dp_rank") is None:  # its older name
             body["routed_dp_rank"] = body.get("data_parallel_rank")
@@ -57,12 +67,7 @@ class NativeApi:
         inp.stream = boolean(body, "stream")
         inp.return_text_in_logprobs = boolean(body, "return_text_in_logprobs")
         inp.log_metrics = body.get("log_metrics") is None or boolean(body, "log_metrics")
-        job = await self._state.frontend.prepare(inp)
-        if inp.stream:
-            return EventStream(self._events(job), native_body)
-        await unless_gone(request, self._state.frontend.collect(job))
-        outputs = [generation.output() for generation in job.generations]
-        return json_response(outputs if job.is_list else outputs[0])
+        return Plan(self._state.frontend.read(inp))
 
     async def _events(self, job: Job) -> AsyncGenerator[bytes]:
         async with aclosing(self._state.frontend.chunks(job)) as chunks:
@@ -70,7 +75,7 @@ class NativeApi:
                 yield sse(chunk)
 
     async def abort_request(self, request: Request) -> Response:
-        body = await read_object(request, self._state.settings.max_body_bytes)
+        body = await read_object(request)
         rid, everything = body.get("rid"), boolean(body, "abort_all")
         if not everything and (not isinstance(rid, str) or not rid):
             raise InputError("rid: give the id of the request to abort, or abort_all: true", field="rid")
@@ -97,7 +102,9 @@ class NativeApi:
         return flushed
 
     async def tokenize(self, request: Request) -> Response:
-        body = await read_object(request, self._state.settings.max_body_bytes)
+        return await self._state.bodies.answer(request, "tokenize")
+
+    def tokenized(self, body: dict[str, Any]) -> Iterator[bytes]:
         tokenizer = self._state.tokenizer()
         prompt, messages = body.get("prompt"), body.get("messages")
         add_special = body.get("add_special_tokens", True)
@@ -107,24 +114,26 @@ class NativeApi:
             raise InputError("prompt: give exactly one of prompt and messages", field="prompt")
         texts: list[Any] = prompt if isinstance(prompt, list) else [prompt]
         if messages is not None:
-            from moe_engine.server.openai_messages import render_prompt
-
             texts, add_special = [render_prompt(self._state, messages, body)], False
         if not texts or not all(isinstance(text, str) for text in texts):
             raise InputError("prompt: expected a string or a list of strings", field="prompt")
-        tokens = tokenizer.encode_batch(texts, add_special)
-        counts = [len(ids) for ids in tokens]
-        many = isinstance(prompt, list)
-        return json_response(
-            {
-                "tokens": tokens if many else tokens[0],
-                "count": counts if many else counts[0],
-                "max_model_len": self._state.client.info.context_len,
-            }
-        )
+        many, counts, last = isinstance(prompt, list), list[int](), -1
+        yield b'{"tokens":' + (b"[" if many else b"")
+        for index, ids in tokenizer.encode_parts(texts, add_special):
+            if index != last:
+                yield b"[" if last < 0 else b"],["
+                counts.append(0)
+                last = index
+            if ids:
+                yield (b"," if counts[-1] else b"") + encode_json(ids)[1:-1]
+                counts[-1] += len(ids)
+        rest = {"count": counts if many else counts[0], "max_model_len": self._state.client.info.context_len}
+        yield (b"]]," if many else b"],") + encode_json(rest)[1:]
 
     async def detokenize(self, request: Request) -> Response:
-        body = await read_object(request, self._state.settings.max_body_bytes)
+        return await self._state.bodies.answer(request, "detokenize")
+
+    def detokenized(self, body: dict[str, Any]) -> Iterator[bytes]:
         tokenizer = self._state.tokenizer()
         tokens = body.get("tokens")
         if not isinstance(tokens, list):
@@ -135,4 +144,4 @@ class NativeApi:
             check_token_ids(ids or [0], self._state.client.info.vocab_size, "tokens")
         skip = body.get("skip_special_tokens") is None or boolean(body, "skip_special_tokens")
         texts = [tokenizer.decode(ids, skip) for ids in batch]
-        return json_response({"text": texts if many else texts[0]})
+        yield encode_json({"text": texts if many else texts[0]})

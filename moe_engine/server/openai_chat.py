@@ -13,12 +13,13 @@ from moe_engine.engine.frontend import Job
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation
 from moe_engine.errors import InputError
+from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.http_io import EventStream, json_response, read_object, sse, unless_gone
+from moe_engine.server.http_io import EventStream, json_response, sse, unless_gone
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions, parser_options
 from moe_engine.server.openai_common import chat_logprobs, matched_stop, usage_of
 from moe_engine.server.openai_messages import check_tools, render_prompt
-from moe_engine.server.openai_types import ChatRequest, parse_openai_sampling, parse_request
+from moe_engine.server.openai_types import ChatRequest, answer_fields, parse_openai_sampling, parse_request
 from moe_engine.server.state import ServerState
 
 MAX_TOP_LOGPROBS = 100
@@ -29,7 +30,16 @@ class ChatApi:
         self._state = state
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await read_object(request, self._state.settings.max_body_bytes)
+        plan = await self._state.bodies.plan(request, "chat_completions")
+        req, model, parsers = plan.options
+        job = await self._state.frontend.begin(plan.read)
+        if req.stream:
+            return EventStream(self._events(req, job, model, parsers), openai_body)
+        await unless_gone(request, self._state.frontend.collect(job))
+        return json_response(self._answer(req, job, model, parsers))
+
+    def read(self, body: dict[str, Any]) -> Plan:
+        """Its options: the request without what the prompt was made of, the model's name, `ParserOptions`."""
         req = parse_request(body, ChatRequest)
         model = self._state.check_model(req.model)
         self._state.tokenizer()
@@ -41,11 +51,8 @@ class ChatApi:
         }
         prompt = render_prompt(self._state, req.messages, options, tools)
         parsers = parser_options(self._state, req, prompt, tools)
-        job = await self._state.frontend.prepare(self._input(req, prompt, parsers))
-        if req.stream:
-            return EventStream(self._events(req, job, model, parsers), openai_body)
-        await unless_gone(request, self._state.frontend.collect(job))
-        return json_response(self._answer(req, job, model, parsers))
+        read = self._state.frontend.read(self._input(req, prompt, parsers))
+        return Plan(read, (answer_fields(req, messages=[]), model, parsers))
 
     def _tools(self, req: ChatRequest) -> list[dict[str, Any]]:
         """The functions the model may call; none with tool_choice "none"."""

@@ -13,10 +13,11 @@ from moe_engine.engine.frontend import Job
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation
 from moe_engine.errors import InputError
+from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.http_io import EventStream, json_response, read_object, sse, unless_gone
+from moe_engine.server.http_io import EventStream, json_response, sse, unless_gone
 from moe_engine.server.openai_common import completion_logprobs, matched_stop, usage_of
-from moe_engine.server.openai_types import CompletionRequest, parse_openai_sampling, parse_request
+from moe_engine.server.openai_types import CompletionRequest, answer_fields, parse_openai_sampling, parse_request
 from moe_engine.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
@@ -28,15 +29,24 @@ class CompletionsApi:
         self._state = state
 
     async def completions(self, request: Request) -> Response:
-        body = await read_object(request, self._state.settings.max_body_bytes)
-        req = parse_request(body, CompletionRequest)
-        model = self._state.check_model(req.model)
-        self._state.tokenizer()
-        job = await self._state.frontend.prepare(self._input(req))
+        plan = await self._state.bodies.plan(request, "completions")
+        req, model = plan.options
+        job = await self._state.frontend.begin(plan.read)
         if req.stream:
             return EventStream(self._events(req, job, model), openai_body)
         await unless_gone(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model))
+
+    def read(self, body: dict[str, Any]) -> Plan:
+        """Its options: the request without its prompt, the model's name."""
+        req = parse_request(body, CompletionRequest)
+        model = self._state.check_model(req.model)
+        tokenizer = self._state.tokenizer()
+        read = self._state.frontend.read(self._input(req))
+        for prompt in read.prompts:
+            if req.echo and prompt.text is None:
+                prompt.text = tokenizer.decode(prompt.ids, skip_special_tokens=False)
+        return Plan(read, (answer_fields(req, prompt=""), model))
 
     def _input(self, req: CompletionRequest) -> GenerateInput:
         prompt = req.prompt
@@ -75,11 +85,6 @@ class CompletionsApi:
             top_logprobs_num=req.logprobs or 0,
         )
 
-    def _prompt_text(self, generation: Generation) -> str:
-        if generation.prompt_text is not None:
-            return generation.prompt_text
-        return self._state.tokenizer().decode(generation.prompt_ids, skip_special_tokens=False)
-
     def _choice(
         self, req: CompletionRequest, g: Generation, text: str, entries: list[Any], finish: dict[str, Any] | None
     ) -> dict[str, Any]:
@@ -100,7 +105,7 @@ class CompletionsApi:
         for g in job.generations:
             text, entries = g.text, g.output_logprobs
             if req.echo:
-                text, entries = self._prompt_text(g) + text, g.prompt_logprobs + entries
+                text, entries = (g.prompt_text or "") + text, g.prompt_logprobs + entries
             choices.append(self._choice(req, g, text, entries, g.finish))
         usage = usage_of(job.generations, cache_report=self._state.settings.enable_cache_report)
         return self._head(job, model) | {
@@ -121,7 +126,7 @@ class CompletionsApi:
                 if g.index not in begun:
                     begun.add(g.index)
                     if req.echo:
-                        text, entries = self._prompt_text(g) + text, g.prompt_logprobs + entries
+                        text, entries = (g.prompt_text or "") + text, g.prompt_logprobs + entries
                 if not (text or piece.finish or (entries and req.logprobs is not None)):
                     continue
                 chunk = head | {"choices": [self._choice(req, g, text, entries, piece.finish)]}

@@ -131,6 +131,15 @@ def parse_request(body: Mapping[str, Any], kind: type[R]) -> R:
     return request
 
 
+_SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs")
+
+
+def answer_fields(request: R, **bulk: Any) -> R:
+    """A request with only the fields that shape its answer. `bulk`: small values for fields that must be there."""
+    names = {field.name for field in msgspec.structs.fields(request)}
+    return type(request)(**bulk, **{name: getattr(request, name) for name in _SHAPING if name in names})
+
+
 def _named(message: str) -> InputError:
     """msgspec's "Expected `int`, got `str` - at `$.n`" with the field in front."""
     what, _, path = message.partition(" - at `$")

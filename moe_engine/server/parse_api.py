@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,7 @@ from fastapi import Request, Response
 from moe_engine.config.field import fields_of
 from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
-from moe_engine.server.http_io import json_response, read_object
+from moe_engine.server.http_io import encode_json
 from moe_engine.server.openai_messages import check_tools
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser
@@ -22,19 +23,23 @@ class ParseApi:
         self._state = state
 
     async def separate_reasoning(self, request: Request) -> Response:
+        return await self._state.bodies.answer(request, "separate_reasoning")
+
+    def separated(self, body: dict[str, Any]) -> Iterator[bytes]:
         """{text, reasoning_parser} -> {reasoning_text, text}."""
-        body = await read_object(request, self._state.settings.max_body_bytes)
         name = _choice(body, "reasoning_parser", self._state.settings.reasoning_parser, tuple(REASONING_FORMATS))
         form = REASONING_FORMATS[name]
         parser = ReasoningParser(inside=form.forced, form=form)
         pieces = [parser.push(_text(body)), parser.finish()]
-        return json_response(
+        yield encode_json(
             {"reasoning_text": "".join(r for r, _ in pieces), "text": "".join(content for _, content in pieces)}
         )
 
     async def parse_function_call(self, request: Request) -> Response:
+        return await self._state.bodies.answer(request, "parse_function_call")
+
+    def parsed(self, body: dict[str, Any]) -> Iterator[bytes]:
         """{text, tools, tool_call_parser} -> {normal_text, calls: [{tool_index, name, parameters}]}."""
-        body = await read_object(request, self._state.settings.max_body_bytes)
         name = _choice(body, "tool_call_parser", self._state.settings.tool_call_parser, tuple(TOOL_FORMATS))
         tools = body.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -48,7 +53,7 @@ class ParseApi:
                 if delta.name is not None:
                     calls.append({"tool_index": delta.index, "name": delta.name, "parameters": ""})
                 calls[delta.index]["parameters"] += delta.arguments
-        return json_response({"normal_text": shown, "calls": calls})
+        yield encode_json({"normal_text": shown, "calls": calls})
 
 
 def _text(body: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from moe_engine.engine.client_api import EngineClient, Health
 from moe_engine.engine.frontend import Frontend
 from moe_engine.errors import InputError
+from moe_engine.server.bodies import Bodies
 from moe_engine.server.errors import ModelNotFoundError
 from moe_engine.server.settings import ServerSettings
 from moe_engine.tokenizer.chat_template import ChatTemplate
@@ -21,6 +22,8 @@ class ServerState:
     settings: ServerSettings
     chat_template: ChatTemplate | None
     started_at: float = field(default_factory=time.time)
+    bodies: Bodies = field(init=False)
+    """Set once, before the first request."""
 
     @property
     def model_name(self) -> str:

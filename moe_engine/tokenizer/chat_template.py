@@ -50,7 +50,11 @@ class ChatTemplate:
             raise ConfigError(f"chat template, line {exc.lineno}: {exc.message}") from exc
         self._wants_parts = {name: bool(_LOOPS_OVER_CONTENT.search(text)) for name, text in sources.items()}
         self._knows_developer = {name: "developer" in text for name, text in sources.items()}
+        self._sources = sources
         self._special_tokens = dict(special_tokens or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self._sources, self._special_tokens)
 
     def render(
         self,

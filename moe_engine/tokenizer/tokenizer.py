@@ -6,13 +6,16 @@ transformers takes seconds to import and is loaded only where it is needed: chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from moe_engine.errors import ConfigError
+from moe_engine.tokenizer import slices
 from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 from moe_engine.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
@@ -120,6 +123,21 @@ class ByteTable(dict[int, bytes]):
         return value
 
 
+@dataclass(frozen=True)
+class TokenizerSource:
+    """Where a tokenizer came from, so that another process can load the same one: arguments of `load_tokenizer`."""
+
+    path: str
+    mode: str
+    trust_remote_code: bool
+    revision: str | None
+
+    def load(self) -> Tokenizer:
+        return load_tokenizer(
+            self.path, mode=self.mode, trust_remote_code=self.trust_remote_code, revision=self.revision
+        )
+
+
 class Tokenizer:
     """Encodes and decodes with the rules of one checkpoint.
 
@@ -128,6 +146,7 @@ class Tokenizer:
         config: contents of `tokenizer_config.json`.
         byte_level: whether every token is a byte string.
         chat_template: the checkpoint's own template, or several by name.
+        source: what `load_tokenizer` loaded; None for a tokenizer made of its parts, which no other process can load.
     """
 
     def __init__(
@@ -137,8 +156,10 @@ class Tokenizer:
         *,
         byte_level: bool = False,
         chat_template: str | dict[str, str] | None = None,
+        source: TokenizerSource | None = None,
     ) -> None:
         config = config or {}
+        self.source = source
         self._backend = backend
         self._max_token_chars: int | None = None
         self._table = ByteTable(backend) if byte_level else None
@@ -174,6 +195,35 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text. Memory beyond the ids is bounded, whatever the texts are.
+
+        Raises:
+            InputError: 413, a text of megabytes that can be tokenized only whole; see `slices`.
+        """
+        batch: list[list[int]] = [[] for _ in texts]
+        for index, ids in self.encode_parts(texts, add_special_tokens):
+            batch[index] = batch[index] + ids if batch[index] else ids
+        return batch
+
+    def encode_parts(self, texts: list[str], add_special_tokens: bool = True) -> Iterator[tuple[int, list[int]]]:
+        """`encode_batch` in parts: the index of a text and its next ids; each text has one part at least."""
+        first = 0
+        for group in slices.groups(texts):
+            if len(group[0]) > slices.SLICE_CHARS:
+                for ids in self._encode_long(group[0], add_special_tokens):
+                    yield first, ids
+            else:
+                yield from enumerate(self._encode_group(group, add_special_tokens), first)
+            first += len(group)
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> Iterator[list[int]]:
+        before, behind = self._ends if add_special_tokens else ([], [])
+        for number, piece in enumerate(slices.slices(text, self._encode_plain)):
+            ids = self._encode_plain([piece])[0]
+            yield self._with_one_bos(before + ids) if number == 0 and add_special_tokens else ids
+        yield behind
+
+    def _encode_group(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         by_rule = self._add_bos is not None
         batch = self._backend.encode(texts, add_special_tokens=add_special_tokens and not by_rule)
         if add_special_tokens:
@@ -182,9 +232,24 @@ class Tokenizer:
                     ids.insert(0, self.bos_id)
                 if self._add_eos and self.eos_id is not None:
                     ids.append(self.eos_id)
-                if len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
-                    del ids[0]
+                self._with_one_bos(ids)
         return batch
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        """The ids, changed in place: a rendered chat brings the BOS that was put in front of it."""
+        if len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+            del ids[0]
+        return ids
+
+    def _encode_plain(self, texts: list[str]) -> list[list[int]]:
+        return self._encode_group(texts, False)
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and behind every text."""
+        plain, whole = self._encode_group(["a"], False)[0], self._encode_group(["a"], True)[0]
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return whole[:at], whole[at + len(plain) :]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, keep: Set[int] = _NOTHING) -> str:
         """Text of a whole sequence; special tokens in `keep` stay even when the others are skipped."""
@@ -223,6 +288,7 @@ def load_tokenizer(
     Raises:
         ConfigError: naming the file at fault.
     """
+    source = TokenizerSource(str(path), mode, trust_remote_code, revision)
     folder = Path(path)
     file = folder if folder.is_file() else folder / "tokenizer.json"
     if mode not in ("auto", "slow"):
@@ -232,14 +298,13 @@ def load_tokenizer(
             str(path), use_fast=mode != "slow", trust_remote_code=trust_remote_code, revision=revision
         )
         names = {n: getattr(slow.hf, n) for n in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        return Tokenizer(slow, names, chat_template=getattr(slow.hf, "chat_template", None))
+        return Tokenizer(slow, names, chat_template=getattr(slow.hf, "chat_template", None), source=source)
     folder = file.parent
     config = _read_json(folder / "tokenizer_config.json")
     for name, value in _read_json(folder / "special_tokens_map.json").items():
         config.setdefault(name, value)
-    return Tokenizer(
-        FastBackend(file), config, byte_level=_is_byte_level(file), chat_template=_own_template(folder, config)
-    )
+    template = _own_template(folder, config)
+    return Tokenizer(FastBackend(file), config, byte_level=_is_byte_level(file), chat_template=template, source=source)
 
 
 def _own_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:

@@ -36,9 +36,13 @@ def talk(client: FakeClient, session: Callable[[httpx.AsyncClient], Awaitable[An
     """Runs `session` with an in-process HTTP client."""
 
     async def main() -> Any:
-        transport = httpx.ASGITransport(make_app(client, **settings))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            return await asyncio.wait_for(session(http), 20)
+        app = make_app(client, **settings)
+        transport = httpx.ASGITransport(app)
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                return await asyncio.wait_for(session(http), 60)
+        finally:
+            app.state.server.bodies.close()
 
     return asyncio.run(main())
 
@@ -81,6 +85,7 @@ def real_server(client: FakeClient, **settings: Any) -> Iterator[str]:
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        app.state.server.bodies.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()

@@ -164,7 +164,6 @@ def test_openai(path, body, param, message):
         (b"null", "must be a JSON object, not null"),
         (b"\xff\xfe", "not valid JSON"),
         (b"[" * 200_000, "not valid JSON"),
-        (b'{"text": "%s", "n": NaN}' % (b"a" * 2**20), "not valid JSON: JSON is malformed"),
         (b'{"text": "\\ud83d", "prompt": "\\ud83d"}', "is half of a surrogate pair"),
     ],
 )

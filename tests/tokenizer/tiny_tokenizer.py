@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -75,5 +77,6 @@ def save_tokenizer(folder: Path, **config: object) -> Path:
 
 @lru_cache(maxsize=1)
 def make_tokenizer() -> Tokenizer:
-    with tempfile.TemporaryDirectory() as folder:
-        return load_tokenizer(save_tokenizer(Path(folder)))
+    folder = tempfile.mkdtemp()  # other processes load it too
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return load_tokenizer(save_tokenizer(Path(folder)))

@@ -1,0 +1,146 @@
+"""Where a request's body is worked on: decoded, checked, rendered with the chat template, tokenized.
+
+All of it grows with the body, so it goes where it holds up no other request:
+
+- up to `THREAD_CHARS` bytes: on the event loop, which is quickest;
+- up to `PROCESS_BYTES`: in one of a few threads;
+- beyond: in one of a few processes (`text_processes`). A single call of the JSON decoder would else hold Python's
+  interpreter lock for seconds, and so would the garbage collector over millions of objects.
+
+The work of an endpoint is one function of the decoded body and of facts that do not change while the server runs. It
+gives a `Plan`, for endpoints that generate, or the answer's JSON in pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+
+from moe_engine.engine.prepare import THREAD_CHARS, ReadRequest
+from moe_engine.errors import InputError
+from moe_engine.server.errors import FailedElsewhereError
+from moe_engine.server.http_io import Body, PartsResponse, decode_object, unless_gone
+from moe_engine.server.text_frames import Kind
+from moe_engine.server.text_processes import TextProcesses
+
+PROCESS_BYTES = 2**19
+"""Larger bodies go to a process. Decoding so many bytes holds the interpreter lock for 15 ms at the worst."""
+BODY_SECONDS = 300.0
+"""A client has so long to send a large body: it occupies a process meanwhile."""
+THREADS = 4
+MAX_WAITING = 64
+"""Large bodies that may wait for a process; more are refused with 503."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """A request ready for the engine. `options`: what its endpoint needs to shape the answer."""
+
+    read: ReadRequest
+    options: Any = None
+
+
+Work = Callable[[dict[str, Any]], Plan | Iterator[bytes]]
+
+
+class Bodies:
+    """Reads bodies and does the work on them.
+
+    Args:
+        work: the work of each endpoint, by name.
+        max_bytes: longer bodies are refused with 413.
+        processes: where large bodies go; None works on them in threads too.
+    """
+
+    def __init__(self, work: Mapping[str, Work], max_bytes: int, processes: TextProcesses | None) -> None:
+        self._work = work
+        self._max_bytes = max_bytes
+        self._processes = processes
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="request bodies")
+        self._waiting = 0
+
+    async def plan(self, request: Request, name: str) -> Plan:
+        """Raises InputError: the body is too large, no JSON object, or not what the endpoint takes."""
+        done = await self._run(request, name)
+        assert isinstance(done, Plan)
+        return done
+
+    async def answer(self, request: Request, name: str) -> Response:
+        """Raises as `plan`."""
+        done = await self._run(request, name)
+        assert isinstance(done, Response)
+        return done
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
+
+    async def _run(self, request: Request, name: str) -> Plan | Response:
+        body = Body(request, self._max_bytes)
+        begun = await body.read(self._max_bytes if self._processes is None else PROCESS_BYTES)
+        if not body.is_complete:
+            return await self._run_large(request, body, begun, name)
+        if len(begun) <= THREAD_CHARS:
+            return self._run_here(name, begun)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._run_here, name, begun)
+        return await unless_gone(request, work)
+
+    def _run_here(self, name: str, body: bytes) -> Plan | Response:
+        done = self._work[name](decode_object(body))
+        return done if isinstance(done, Plan) else Response(b"".join(done), media_type="application/json")
+
+    async def _run_large(self, request: Request, body: Body, begun: bytes, name: str) -> Plan | Response:
+        if self._waiting >= MAX_WAITING:
+            raise InputError(
+                f"{self._waiting} requests with large bodies are waiting already; try again later", status=503
+            )
+        frames = self._frames(body, begun, name)
+        self._waiting += 1
+        try:
+            await anext(frames)  # the whole body was passed on
+        finally:
+            self._waiting -= 1
+        kind, payload = await unless_gone(request, anext(frames))
+        if kind == Kind.HEAD:
+            return await unless_gone(request, _gather(pickle.loads(payload), frames))
+        return PartsResponse(_parts(payload, frames))
+
+    async def _frames(self, body: Body, begun: bytes, name: str) -> AsyncGenerator[tuple[int, bytes]]:
+        """First an empty frame, once the process has the whole body; then what the process sends."""
+        assert self._processes is not None
+        async with self._processes.session(name) as process:
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    await process.send(begun)
+                    async for part in body.rest():
+                        await process.send(part)
+                    await process.end()
+            except TimeoutError:
+                raise InputError(f"the request body did not arrive within {BODY_SECONDS:g} s", status=408) from None
+            yield Kind.PART, b""
+            while (frame := await process.receive())[0] != Kind.END:
+                if frame[0] == Kind.PROBLEM:
+                    raise FailedElsewhereError(pickle.loads(frame[1]))
+                yield frame
+
+
+async def _gather(plan: Plan, frames: AsyncGenerator[tuple[int, bytes]]) -> Plan:
+    async for kind, payload in frames:
+        assert kind == Kind.PROMPTS
+        plan.read.prompts += pickle.loads(payload)
+    return plan
+
+
+async def _parts(first: bytes, frames: AsyncGenerator[tuple[int, bytes]]) -> AsyncGenerator[bytes]:
+    async with aclosing(frames):
+        yield first
+        async for _, payload in frames:
+            yield payload

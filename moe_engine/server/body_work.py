@@ -1,0 +1,23 @@
+"""The work of every endpoint that takes text, by name; the same in the server and in the processes for large bodies."""
+
+from __future__ import annotations
+
+from moe_engine.server.bodies import Work
+from moe_engine.server.native_api import NativeApi
+from moe_engine.server.openai_chat import ChatApi
+from moe_engine.server.openai_completions import CompletionsApi
+from moe_engine.server.parse_api import ParseApi
+from moe_engine.server.state import ServerState
+
+
+def body_work(state: ServerState) -> dict[str, Work]:
+    native, parse = NativeApi(state), ParseApi(state)
+    return {
+        "generate": native.read_generate,
+        "completions": CompletionsApi(state).read,
+        "chat_completions": ChatApi(state).read,
+        "tokenize": native.tokenized,
+        "detokenize": native.detokenized,
+        "separate_reasoning": parse.separated,
+        "parse_function_call": parse.parsed,
+    }

@@ -1,0 +1,146 @@
+"""A process that works on large request bodies, one after the other. Started by `text_processes`.
+
+It leaves when the server is gone, after `IDLE_SECONDS` without work, and after work that took much memory.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from moe_engine import logs
+from moe_engine.engine.client_api import EngineInfo
+from moe_engine.engine.frontend import Frontend
+from moe_engine.server.bodies import Plan, Work
+from moe_engine.server.body_work import body_work
+from moe_engine.server.errors import Problem, problem_of
+from moe_engine.server.http_io import decode_object
+from moe_engine.server.state import ServerState
+from moe_engine.server.text_frames import FRAME_BYTES, HEADER, Kind, frame
+from moe_engine.server.text_processes import TextSpec
+
+IDLE_SECONDS = 60.0
+MAX_MEMORY_BYTES = 4 * 2**30
+KEPT_MEMORY_BYTES = 2**30
+"""A process that held more at any time leaves, so that the machine gets the memory back."""
+PROMPTS_PER_FRAME = 64
+NICENESS = 5
+"""The work on a large body lasts seconds anyway: the engine's own processes come first."""
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    server = Server(socket.socket(fileno=os.dup(0)))
+    spec: TextSpec = pickle.loads(server.receive()[1])
+    logs.setup_logging(spec.settings.log_level)
+    work = body_work(_state(spec))
+    while server.work_on_next(work):
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > KEPT_MEMORY_BYTES:
+            break
+
+
+class _NoEngine(NamedTuple):
+    """In the place of the engine's client: its facts are all that the work on a body needs."""
+
+    info: EngineInfo
+
+
+def _state(spec: TextSpec) -> ServerState:
+    engine: Any = _NoEngine(spec.info)
+    tokenizer = spec.tokenizer.load() if spec.tokenizer else None
+    frontend = Frontend(engine, tokenizer, spec.settings.frontend)
+    return ServerState(frontend, engine, spec.settings, spec.chat_template)
+
+
+class Server:
+    """This process's end of the socket pair."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._stream = connection.makefile("rb")
+
+    def receive(self) -> tuple[int, bytes]:
+        """The next frame. Raises EOFError when the server is gone."""
+        header = self._stream.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise EOFError
+        kind, length = HEADER.unpack(header)
+        return kind, self._stream.read(length)
+
+    def send(self, kind: Kind, payload: bytes | bytearray = b"") -> None:
+        self._connection.sendall(frame(kind, payload))
+
+    def work_on_next(self, work: dict[str, Work]) -> bool:
+        """Takes a body and answers. False: there is none, or no server."""
+        try:
+            name = self._next_job()
+            if name is None:
+                return False
+            self.send(Kind.READY)
+            body = self._body()
+            try:
+                self._answer(work[name](decode_object(body)))
+            except MemoryError:
+                self.send(Kind.PROBLEM, pickle.dumps(_TOO_MUCH))
+            except OSError:
+                raise
+            except Exception as exc:
+                self.send(Kind.PROBLEM, pickle.dumps(problem_of(exc)))
+        except (EOFError, OSError):  # the server is gone, or hangs up because its client did
+            return False
+        return True
+
+    def _next_job(self) -> str | None:
+        self._connection.settimeout(IDLE_SECONDS)
+        try:
+            kind, payload = self.receive()
+        except TimeoutError:
+            return None
+        self._connection.settimeout(None)
+        assert kind == Kind.JOB
+        return payload.decode()
+
+    def _body(self) -> bytearray:
+        body = bytearray()
+        while True:
+            kind, payload = self.receive()
+            if kind == Kind.BODY_END:
+                return body
+            assert kind == Kind.BODY
+            body += payload
+
+    def _answer(self, done: Plan | Iterator[bytes]) -> None:
+        if isinstance(done, Plan):
+            prompts, done.read.prompts = done.read.prompts, []
+            self.send(Kind.HEAD, pickle.dumps(done))
+            for at in range(0, len(prompts), PROMPTS_PER_FRAME):
+                self.send(Kind.PROMPTS, pickle.dumps(prompts[at : at + PROMPTS_PER_FRAME]))
+        else:
+            waiting = bytearray()
+            for part in done:
+                waiting += part
+                while len(waiting) >= FRAME_BYTES:
+                    self.send(Kind.PART, waiting[:FRAME_BYTES])
+                    del waiting[:FRAME_BYTES]
+            self.send(Kind.PART, waiting)
+        self.send(Kind.END)
+
+
+_TOO_MUCH = Problem(
+    413,
+    f"the request takes more than {MAX_MEMORY_BYTES >> 30} GB of memory to work on; send smaller ones",
+    "invalid_request_error",
+    None,
+    413,
+)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The processes that work on large bodies, from the server: started when needed, used again, ended when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from moe_engine.engine.client_api import EngineInfo
+from moe_engine.engine.process import describe_exit
+from moe_engine.errors import GenerationError, InputError
+from moe_engine.server.settings import ServerSettings
+from moe_engine.server.text_frames import HEADER, Kind, frame
+from moe_engine.tokenizer.chat_template import ChatTemplate
+from moe_engine.tokenizer.tokenizer import TokenizerSource
+
+MAX_PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """What such a process is started with: all that the work on a body depends on."""
+
+    tokenizer: TokenizerSource | None
+    chat_template: ChatTemplate | None
+    settings: ServerSettings
+    info: EngineInfo
+
+
+class TextProcesses:
+    """At most `MAX_PROCESSES` of them. Whoever needs one more waits, in order."""
+
+    def __init__(self, spec: TextSpec) -> None:
+        self._spec = spec
+        self._slots = asyncio.Semaphore(MAX_PROCESSES)
+        self._idle: list[TextProcess] = []
+
+    @asynccontextmanager
+    async def session(self, name: str) -> AsyncGenerator[TextProcess]:
+        """A process that expects a body for the endpoint `name`. It is killed if the block ends before its answer."""
+        async with self._slots:
+            process = await self._borrow(name)
+            try:
+                yield process
+            finally:
+                if process.finished:
+                    self._idle.append(process)
+                else:
+                    process.kill()
+
+    async def _borrow(self, name: str) -> TextProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if await process.begin(name):
+                return process
+            process.kill()  # it ended, idle for long
+        process = await TextProcess.start(self._spec)
+        if not await process.begin(name):
+            process.kill()
+            raise GenerationError(
+                "the process for large bodies ended while it started; the server's log has the reason"
+            )
+        return process
+
+    def close(self) -> None:
+        for process in self._idle:
+            process.kill()
+        self._idle.clear()
+
+
+class TextProcess:
+    """The server's end of one process. `finished`: it has answered and waits for the next body."""
+
+    def __init__(
+        self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._popen = popen
+        self._reader = reader
+        self._writer = writer
+        self.finished = False
+
+    @classmethod
+    async def start(cls, spec: TextSpec) -> TextProcess:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "moe_engine.server.text_process"]
+        with theirs:
+            popen = await asyncio.to_thread(
+                subprocess.Popen, command, stdin=theirs.fileno(), stdout=2, start_new_session=True
+            )
+        process = cls(popen, *await asyncio.open_unix_connection(sock=ours))
+        process._writer.write(frame(Kind.SPEC, pickle.dumps(spec)))
+        return process
+
+    async def begin(self, name: str) -> bool:
+        """Whether the process is there and will work on a body for the endpoint `name`."""
+        self.finished = False
+        try:
+            await self._write(frame(Kind.JOB, name.encode()))
+            return (await self._read())[0] == Kind.READY
+        except (OSError, asyncio.IncompleteReadError):
+            return False
+
+    async def send(self, part: bytes) -> None:
+        """The next part of the body. Raises as `receive`."""
+        try:
+            await self._write(frame(Kind.BODY, part))
+        except OSError:
+            raise await self._death() from None
+
+    async def end(self) -> None:
+        """The body is complete. Raises as `receive`."""
+        try:
+            await self._write(frame(Kind.BODY_END))
+        except OSError:
+            raise await self._death() from None
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The next frame: kind and payload.
+
+        Raises:
+            InputError: 413, the process died of the body; of its size most likely.
+        """
+        try:
+            kind, payload = await self._read()
+        except (OSError, asyncio.IncompleteReadError):
+            raise await self._death() from None
+        self.finished = kind in (Kind.END, Kind.PROBLEM)
+        return kind, payload
+
+    def kill(self) -> None:
+        self._writer.close()
+        self._popen.kill()
+        asyncio.get_running_loop().run_in_executor(None, self._popen.wait)
+
+    async def _write(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def _read(self) -> tuple[int, bytes]:
+        kind, length = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return kind, await self._reader.readexactly(length)
+
+    async def _death(self) -> InputError:
+        end = describe_exit(await asyncio.to_thread(self._popen.wait))
+        return InputError(f"the process that worked on this large body {end}; send smaller requests", status=413)
