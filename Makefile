@@ -1,15 +1,19 @@
 # make serve [PORT=30000]   environment, install, server with the embedded model
 # make test                 environment, install, lint, types, the whole test suite
+# TORCH="..."               what pip installs as torch, where the choice of tools/install_torch.sh is not the right one:
+#                           make serve TORCH=torch on a login node whose compute nodes have GPUs
 PORT ?= 30000
 VENV ?= .venv
+TORCH ?=
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do if command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then echo $$p; break; fi; done)
 BIN := $(VENV)/bin
 STAMP_SERVE := $(VENV)/.installed-serve
 STAMP_TEST := $(VENV)/.installed-test
+CONSTRAINTS := $(VENV)/constraints.txt
 TRITON := triton==3.9.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: serve test lint types unit bench clean help
+.PHONY: serve test lint types unit clean help
 
 help: ## this text
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -18,18 +22,22 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "moe-engine needs Python 3.11 or 3.12 on PATH (or make PYTHON=/path/to/python)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and pinned: a machine without a GPU wants the one build the constraints name. Torch from PyPI brings the
-# Triton it was built with; TRITON is for builds that bring none (CPU only).
-$(STAMP_SERVE): pyproject.toml constraints.txt | $(BIN)/python
+# torch first: which build depends on the machine. From then on it is pinned with its build, so that pip never replaces
+# it by another. setuptools is pinned too, and builds moe-engine in this environment rather than in an isolated one.
+$(STAMP_SERVE): pyproject.toml constraints.txt tools/install_torch.sh | $(BIN)/python
 	@echo "installing moe-engine into $(VENV) ..."
-	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e .
+	@sh tools/install_torch.sh $(BIN)/python constraints.txt $(TORCH)
+	@sed "s/^torch==.*/$$($(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')/" \
+		constraints.txt > $(CONSTRAINTS)
+	$(PIP) install -c $(CONSTRAINTS) setuptools
+	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e .
 	@$(BIN)/python -m moe_engine.kernels.cpu
 	@touch $@
 
+# A build of torch for GPUs brings the Triton that it asks for; TRITON is for the CPU build, which brings none.
 $(STAMP_TEST): $(STAMP_SERVE)
 	@echo "installing the test tools into $(VENV) ..."
-	$(PIP) install -c constraints.txt -e '.[test]' $$($(BIN)/python -c 'import triton' 2>/dev/null || echo $(TRITON))
+	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[test]' $$($(BIN)/python -c 'import triton' 2>/dev/null || echo $(TRITON))
 	@touch $@
 
 serve: $(STAMP_SERVE) ## start the server with the embedded model (PORT=30000)

@@ -1,13 +1,16 @@
-"""The pinned versions can be installed together with any build of torch: what torch itself pins is left to it."""
+"""All that is installed is pinned, and goes with any build of torch: what torch itself pins is left to it."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,6 +20,34 @@ def pins() -> dict[str, str]:
     return {
         name.lower().replace("_", "-"): version for name, _, version in (line.partition("==") for line in lines if line)
     }
+
+
+def installed_for_tests() -> set[str]:
+    """The distributions that `make test` asks for, and what those ask for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"], "setuptools"]
+    pending, seen = [Requirement(text) for text in wanted], set()
+    while pending:
+        requirement = pending.pop()
+        key = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if key in seen or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(key)
+        if key[0] == "triton" or key[0].startswith(("nvidia-", "cuda-")):  # pinned by torch
+            continue
+        for text in importlib.metadata.requires(requirement.name) or []:
+            needed = Requirement(text)
+            extras = requirement.extras or {""}
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                needed.marker = None
+                pending.append(needed)
+    return {name for name, _ in seen}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pinned is what Linux needs")
+def test_what_is_pinned_is_what_is_installed() -> None:
+    of_torch = {name for name in installed_for_tests() if name == "triton" or name.startswith(("nvidia-", "cuda-"))}
+    assert set(pins()) == installed_for_tests() - of_torch
 
 
 def test_pins_agree_with_what_torch_asks_for() -> None:

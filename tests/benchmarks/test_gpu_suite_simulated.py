@@ -20,7 +20,7 @@ from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.texts import summary
 from moe_engine.kernels.peer_memory.tiles import TILES
 from tests.simulated_cuda.failures import BREAKS
-from tests.simulated_cuda.install import why_not
+from tests.simulated_cuda.install import require
 
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN = {case.name for case in cases.tiny_cases() if "expanded" in case.name}
@@ -29,9 +29,7 @@ BROKEN = {case.name for case in cases.tiny_cases() if "expanded" in case.name}
 @pytest.fixture
 def simulated() -> dict[str, str]:
     """The environment of a process that has simulated devices."""
-    pytest.importorskip("triton")
-    if why := why_not():
-        pytest.skip(why)
+    require()
     return os.environ | {"PYTHONPATH": f"{ROOT / 'tests/simulated_cuda/site'}:{ROOT}", "OMP_NUM_THREADS": "1"}
 
 

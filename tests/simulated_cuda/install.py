@@ -10,13 +10,17 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 COUNT = "SIMULATED_CUDA_DEVICES"
 """Environment: how many there are."""
+SKIP = "MOE_SKIP_SIMULATED_CUDA"
+"""Environment: leaves out the tests that need them."""
 MULTIPROCESSORS = 8
 """Few, since persistent kernels start so many programs."""
 
@@ -24,12 +28,22 @@ _kept: list[Any] = []
 
 
 def why_not() -> str | None:
-    """The reason devices cannot be simulated here, or None."""
-    import torch
+    """What is missing to simulate devices here, or None."""
+    if not shutil.which("g++"):
+        return "g++, for the devices' part in C++"
+    return None if find_spec("triton") else "triton, whose kernels its interpreter runs (make test installs it)"
 
-    if torch.version.cuda is not None:
-        return "torch is built for CUDA: simulated devices need a CPU build"
-    return None if shutil.which("g++") else "needs g++ for the devices' part in C++"
+
+def require() -> None:
+    """For a test: it fails where something is missing, and is skipped only on another system or where SKIP is set."""
+    import pytest
+
+    if os.environ.get(SKIP):
+        pytest.skip(f"{SKIP} is set")
+    if sys.platform != "linux":
+        pytest.skip("devices are simulated on Linux only")
+    if missing := why_not():
+        pytest.fail(f"simulated GPUs need {missing}; {SKIP}=1 leaves their tests out")
 
 
 def install() -> None:
@@ -50,8 +64,12 @@ def install() -> None:
     library = torch.library.Library("_", "IMPL")
     library.fallback(operators.fallback, "CUDA")
     _kept.append(library)
+    if torch.version.cuda is not None:
+        from tests.simulated_cuda import cuda_build
+
+        _kept.append(cuda_build.take_kernels_away())
     library = torch.library.Library("aten", "IMPL")  # composites that look for a kernel of the device
-    library.impl("copy_", operators.copy, "CUDA")
+    library.impl("copy_", operators.copy, "CUDA", allow_override=True)
     _kept.append(library)
     _runtime(torch)
     _tensors(torch)

@@ -157,7 +157,7 @@ def is_pinned(tensor: Tensor) -> bool:
 
 def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     index = _one_device(op, [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)], kwargs)
-    args = tuple(_as_declared(a.type, x) for a, x in zip(op._schema.arguments, args))
+    args = as_declared(op, args)
     flat, spec = tree_flatten((args, kwargs))
     tensors = [x for x in flat if isinstance(x, Tensor)]
     if op in BY_VALUES and kwargs.get("output_size") is None:
@@ -201,9 +201,13 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _as_declared(kind: Any, x: Any) -> Any:
+def as_declared(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The dispatcher hands numbers that stand for tensors over as numbers; not all operators take them so."""
-    return torch.tensor(x) if isinstance(kind, torch.TensorType) and isinstance(x, (bool, int, float)) else x
+
+    def declared(kind: Any, x: Any) -> Any:
+        return torch.tensor(x) if isinstance(kind, torch.TensorType) and isinstance(x, (bool, int, float)) else x
+
+    return tuple(declared(argument.type, x) for argument, x in zip(op._schema.arguments, args))
 
 
 def _host(x: Any) -> Any:

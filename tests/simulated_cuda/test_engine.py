@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulated_cuda.install import why_not
-
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def outside(module: str, *arguments: str) -> Any:

@@ -16,12 +16,10 @@ import torch
 
 from tests.parallel.ranks import Ranks
 from tests.simulated_cuda import rank_calls
-from tests.simulated_cuda.install import COUNT, why_not
+from tests.simulated_cuda.install import COUNT
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 90.0
-
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 @pytest.fixture(scope="module")

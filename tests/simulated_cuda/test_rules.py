@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.simulated_cuda.install import why_not
 from tests.simulated_cuda.test_engine import outside
-
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def test_every_rule_holds() -> None:

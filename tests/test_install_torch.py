@@ -1,0 +1,91 @@
+"""Which build of torch `make` installs. A stand-in for the environment's Python notes what pip is asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYTHON = """#!/bin/sh
+if [ "$1" = -c ]; then [ -n "$INSTALLED" ] && echo "$INSTALLED"; exit; fi
+echo "$@" >> "$ASKED"
+case "$*" in *"$REFUSED"*) exit 1;; esac
+"""
+VERSION = next(
+    line.removeprefix("torch==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line.startswith("torch==")
+)
+CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+
+
+def installed(
+    folder: Path,
+    *arguments: str,
+    driver: bool = False,
+    before: str = "",
+    refused: str = "nothing",
+    system: str = "Linux",
+) -> tuple[list[str], str]:
+    """What pip was asked to install, and what the user saw."""
+    programs = folder / "bin"
+    programs.mkdir()
+    asked, driver_file = folder / "asked", folder / "driver"
+    for name, text in {
+        "python": PYTHON,
+        "uname": f"#!/bin/sh\necho {system}\n",
+        "nvidia-smi": "#!/bin/sh\nexit 9\n",  # as where its package is installed and no driver is
+    }.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    if driver:
+        driver_file.touch()
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}", "ASKED": str(asked), "INSTALLED": before, "REFUSED": refused,
+        "DRIVER_FILES": str(driver_file),
+    }  # fmt: skip
+    command = ["sh", "tools/install_torch.sh", "python", "constraints.txt", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return asked.read_text().splitlines() if asked.exists() else [], done.stdout
+
+
+def test_without_a_driver_it_is_the_cpu_build(tmp_path: Path) -> None:
+    (asked,), said = installed(tmp_path)
+    assert CPU_INDEX in asked and asked.endswith(f" torch=={VERSION}+cpu")
+    assert "no NVIDIA driver" in said and "200 MB" in said
+
+
+def test_with_a_driver_it_is_that_of_the_package_index(tmp_path: Path) -> None:
+    (asked,), said = installed(tmp_path, driver=True)
+    assert asked.endswith("-c constraints.txt torch") and "--index-url" not in asked
+    assert "NVIDIA driver" in said and "3 GB" in said
+
+
+def test_the_package_index_of_other_systems_has_cpu_builds(tmp_path: Path) -> None:
+    (asked,), _ = installed(tmp_path, system="Darwin")
+    assert asked.endswith("-c constraints.txt torch")
+
+
+def test_where_no_cpu_build_is_found_the_size_is_said_first(tmp_path: Path) -> None:
+    (first, second), said = installed(tmp_path, refused="+cpu")
+    assert "+cpu" in first and second.endswith("-c constraints.txt torch")
+    assert "3 GB" in said and "PIP_FIND_LINKS" in said and "TORCH_CPU_INDEX" in said
+
+
+def test_arguments_of_the_user_come_first(tmp_path: Path) -> None:
+    wanted = ["torch==2.12.0", "--index-url", "https://download.pytorch.org/whl/cu126"]
+    (asked,), _ = installed(tmp_path, *wanted, before=VERSION)
+    assert asked.endswith(" ".join(wanted))
+
+
+@pytest.mark.parametrize("build", ["", "+cpu", "+cu126"])
+def test_the_build_that_was_chosen_stays(tmp_path: Path, build: str) -> None:
+    assert installed(tmp_path, before=VERSION + build)[0] == []
+
+
+def test_another_version_is_replaced(tmp_path: Path) -> None:
+    assert len(installed(tmp_path, before="2.11.0+cpu")[0]) == 1
