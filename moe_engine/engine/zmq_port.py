@@ -5,6 +5,7 @@ from __future__ import annotations
 import zmq
 
 from moe_engine.engine import messages
+from moe_engine.engine.frames import FrameReader
 from moe_engine.engine.zmq_sockets import JobKeys, bind, connect
 
 
@@ -28,6 +29,7 @@ class ZmqPort:
         self._in = context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
         self.address = bind(self._in, to_core_address, keys)
+        self._reader = FrameReader("engine core", messages.decode_to_core)
         self._poller = zmq.Poller()
         for socket in (self._in,) if wake is None else (self._in, wake):
             self._poller.register(socket, zmq.POLLIN)
@@ -37,14 +39,9 @@ class ZmqPort:
         connect(self._out, from_core_address, keys)
 
     def receive(self, timeout: float) -> list[messages.Message]:
-        received: list[messages.Message] = []
         if timeout and not self._poller.poll(int(timeout * 1000)):
-            return received
-        while True:
-            try:
-                received.append(messages.decode_to_core(self._in.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return received
+            return []
+        return list(self._reader.drain(self._in))
 
     def send(self, message: messages.Message) -> None:
         self._out.send(messages.encode(message))
