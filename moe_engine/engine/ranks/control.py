@@ -93,6 +93,11 @@ class RankControl:
         self._asked.put((method, future, asking))
         return future
 
+    @property
+    def num_dropped(self) -> int:
+        """Messages that were no member's."""
+        return self._reader.num_dropped
+
     def close(self) -> None:
         self._closing.set()
         self._thread.join(2.0)

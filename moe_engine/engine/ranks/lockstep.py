@@ -100,6 +100,11 @@ class StepMesh:
         self._complete = number
         return tuple(told.get(group, GONE) for group in range(self.num_groups))
 
+    @property
+    def num_dropped(self) -> int:
+        """Messages that were no other group's part of a step that is due."""
+        return self._reader.num_dropped
+
     def close(self) -> None:
         for socket in (self.socket, *self._peers.values()):
             socket.close(1000)
