@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moe_engine.kernels.attention.drafting import JudgedChains
 from moe_engine.types import StepPlan, StepResult, TokenLogprob
