@@ -41,6 +41,12 @@ LOGITS_ROWS_STEP = 64
 EDIT_BYTES = 32 << 20
 """Scratch memory of penalties and biases on logits."""
 
+NGRAM_PLACES = 1 << 20
+"""Places of all texts that an accelerator compares with their ends at once."""
+
+NGRAM_PLACE_BYTES, NGRAM_HOST_BYTES = 48, 24
+"""Scratch memory of one of them; of one token of a text that a host looks through, one text after the other."""
+
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""

@@ -121,6 +121,11 @@ class SizingInput:
         return local_heads(self.model, self.parallel.topology.attn_tp_size)
 
     @property
+    def uses_ngrams(self) -> bool:
+        """Drafts come from neither MTP layers nor a draft model."""
+        return self.drafts and not self.uses_mtp and self.draft is None
+
+    @property
     def drafts(self) -> bool:
         return self.shape.decode_tokens > 1
 
@@ -271,6 +276,11 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
         states = given.shape.running * (2 * layers - 1)
         kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
+    if given.uses_ngrams:
+        places, each = sizes.NGRAM_PLACES, sizes.NGRAM_PLACE_BYTES
+        if given.machine.device == "cpu":
+            places, each = given.shape.context_len, sizes.NGRAM_HOST_BYTES
+        return [LedgerRow("draft scratch", places * each, f"{places} places of texts compared at once")]
     if given.draft is not None:
         detail = f"{_count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
         return [LedgerRow(DRAFT_WEIGHTS, sizes.weight_bytes(given.draft, size), detail)]
