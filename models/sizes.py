@@ -25,8 +25,27 @@ DRAFT_CATCH_UP = 4096
 DRAFT_FEW = 16
 """Tokens of a row up to which a draft model computes them in the form of decodes."""
 
-EDIT_BYTES = 64 << 20
+LOGIT_BYTES = 12
+"""Of one logit while its row is sampled: float32, a copy of it from before edits, its log-probability. The head takes
+no more: two forms of the activations' dtype, or one and float32."""
+
+LOGITS_AT_ONCE = 1 << 26
+"""Logits that a step makes and samples at once, about."""
+
+MIN_LOGITS_ROWS, MAX_LOGITS_ROWS = 16, 1024
+"""Rows of that: prompt log-probabilities want some where few requests run; more bring nothing to a small vocabulary."""
+
+LOGITS_ROWS_STEP = 64
+"""Calls that run a whole step are for up to so many rows, and tiles of a product are no larger."""
+
+EDIT_BYTES = 32 << 20
 """Scratch memory of penalties and biases on logits."""
+
+NGRAM_PLACES = 1 << 20
+"""Places of all texts that an accelerator compares with their ends at once."""
+
+NGRAM_PLACE_BYTES, NGRAM_HOST_BYTES = 48, 24
+"""Scratch memory of one of them; of one token of a text that a host looks through, one text after the other."""
 
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
@@ -113,6 +132,17 @@ def largest_step_activation_bytes(
         _attention_bytes(config, num_tokens, dtype_bytes, expanded_tokens), _mlp_bytes(config, num_tokens, dtype_bytes)
     )
     return stream + largest + num_logits * config.vocab_size * (4 + dtype_bytes)
+
+
+def logits_rows(vocab_size: int, num_logits: int) -> int:
+    """Rows of logits that there may be at once, where a step has at most `num_logits` to sample."""
+    fit = LOGITS_AT_ONCE // vocab_size // LOGITS_ROWS_STEP * LOGITS_ROWS_STEP
+    return max(MIN_LOGITS_ROWS, min(max(fit, LOGITS_ROWS_STEP), MAX_LOGITS_ROWS, num_logits))
+
+
+def sampling_bytes(vocab_size: int, num_rows: int, scratch: int) -> int:
+    """What sampling holds at once: so many rows of logits, and scratch memory of a kernel or of edits."""
+    return num_rows * vocab_size * LOGIT_BYTES + max(scratch, EDIT_BYTES)
 
 
 def _attention_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:

@@ -7,6 +7,7 @@ Legend: S sampled rows, V vocabulary, J tokens asked about.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.sampling.protocol import INVALID_TOKEN, Draw, SamplingParameters
 from moe_engine.kernels.sampling.reference import first_argmax, invert
+from moe_engine.kernels.sampling.scratch import MAX_ELEMENTS
 from moe_engine.kernels.uploads import upload
 from moe_engine.kernels.vendors.probe import FLASHINFER_SAMPLING
 
@@ -39,6 +41,12 @@ class FlashInferSampling:
         return torch.where(value.isfinite(), index, INVALID_TOKEN)
 
     def sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
+        return _in_pieces(self._sample, logits, parameters, uniform)
+
+    def probabilities(self, logits: Tensor, parameters: SamplingParameters, tokens: Tensor) -> Tensor:
+        return _in_pieces(self._probabilities, logits, parameters, tokens)
+
+    def _sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
         tokens, drawn = self.greedy(logits), parameters.draws != Draw.GREEDY
         if not drawn.any():
             return tokens
@@ -46,7 +54,7 @@ class FlashInferSampling:
         sampled = torch.where(tokens == INVALID_TOKEN, INVALID_TOKEN, sampled)
         return torch.where(upload(drawn, logits.device), sampled, tokens)
 
-    def probabilities(self, logits: Tensor, parameters: SamplingParameters, tokens: Tensor) -> Tensor:
+    def _probabilities(self, logits: Tensor, parameters: SamplingParameters, tokens: Tensor) -> Tensor:
         best, drawn = self.greedy(logits), parameters.draws != Draw.GREEDY
         place, known = tokens.clamp_min(0), tokens >= 0
         greedy = ((tokens == best[:, None]) & known).float()
@@ -86,6 +94,21 @@ class FlashInferSampling:
             return ((goal - mass) / value).ceil().clamp_min(1).long()
 
         return torch.where(top_p < 1.0, _first_of_equals(kept, left, needed), kept)
+
+
+def _in_pieces(
+    work: Callable[[Tensor, SamplingParameters, Tensor], Tensor], logits: Tensor, p: SamplingParameters, asked: Tensor
+) -> Tensor:
+    """A bounded number of rows at a time: a draw needs several copies of their logits."""
+    at_once = max(1, MAX_ELEMENTS // logits.shape[-1])
+    if len(logits) <= at_once:
+        return work(logits, p, asked)
+    pieces = []
+    for begin in range(0, len(logits), at_once):
+        part = slice(begin, begin + at_once)
+        columns = (column[part] for column in (p.draws, p.temperature, p.top_p, p.min_p, p.top_k))
+        pieces.append(work(logits[part], SamplingParameters(*columns, p.asynchronous), asked[part]))
+    return torch.cat(pieces)
 
 
 def _first_of_equals(values: Tensor, left: Tensor, needed: Any) -> Tensor:

@@ -18,12 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.sampling.protocol import INVALID_TOKEN, LARGE_TOP_K, SMALL_TOP_K, Draw, SamplingParameters
-
-MAX_ELEMENTS = 1 << 24
-"""Logits worked on at once where a draw needs several copies of them (64 MiB each)."""
-
-CACHED_ELEMENTS = 1 << 20
-"""The same where there is no launch to save: copies that fit the cache (measured on a CPU: half the time)."""
+from moe_engine.kernels.sampling.scratch import CACHED_ELEMENTS, MAX_ELEMENTS
 
 _TRIES: dict[Draw, tuple[int, ...]] = {
     Draw.WHOLE: (),

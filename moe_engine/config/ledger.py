@@ -17,6 +17,10 @@ TABLE_PADDING = 4
 """Columns of the slot table beyond the context length."""
 
 
+SLOT_TOKEN_BYTES = 4
+"""Of the token id that is kept beside a KV slot, for penalties."""
+
+
 def gb(num_bytes: float) -> str:
     """``17.25 GB``; small sizes in MB so that no row reads 0.00."""
     return f"{num_bytes / GB:.2f} GB" if abs(num_bytes) >= GB / 10 else f"{num_bytes / (1 << 20):.1f} MB"
@@ -40,6 +44,7 @@ class MemoryLedger:
         bytes_per_token: KV of one token in all layers.
         num_tokens: KV slots that requests can hold (`max_total_num_tokens`); the pool has a dummy page more.
         page_size: tokens in a page.
+        logits_rows: rows of logits that there may be at once; the worker makes and samples no more.
     """
 
     rows: tuple[LedgerRow, ...]
@@ -48,6 +53,7 @@ class MemoryLedger:
     bytes_per_token: int
     num_tokens: int
     page_size: int
+    logits_rows: int = 0
 
     @property
     def fixed_bytes(self) -> int:

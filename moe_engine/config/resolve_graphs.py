@@ -137,20 +137,22 @@ def graph_sizes(largest: int, drafts: bool) -> set[int]:
 
 
 def graph_row(
-    graphs: GraphSettings, model: ModelConfig, dtype_bytes: int, groups: int, running: int
+    graphs: GraphSettings, model: ModelConfig, dtype_bytes: int, groups: int, running: int, logits_rows: int
 ) -> list[LedgerRow]:
     """What recordings take: the largest one's activations and logits, results that outlive it, and their own records.
 
     Args:
         groups: attention groups, whose tokens meet in the experts.
         running: most requests of a step, where that is less than the largest recording.
+        logits_rows: most rows of logits at once; larger steps are recorded without the head.
     """
     if not graphs.sizes:
         return []
     tokens = min(graphs.max_tokens, running * max(graphs.counts))
+    heads = min(tokens, logits_rows)
     step = sizes.largest_step_activation_bytes(
-        model, tokens * groups, dtype_bytes, num_logits=tokens, expanded_tokens=0
+        model, tokens * groups, dtype_bytes, num_logits=heads, expanded_tokens=0
     )
-    results = tokens * (model.hidden_size * dtype_bytes + model.vocab_size * (4 + dtype_bytes))
+    results = tokens * model.hidden_size * dtype_bytes + heads * model.vocab_size * (4 + dtype_bytes)
     detail = f"{graphs.num_graphs} recorded steps of up to {tokens} tokens, in one pool"
     return [LedgerRow(GRAPHS_ROW, step + results + graphs.num_graphs * GRAPH_BYTES, detail)]

@@ -13,6 +13,7 @@ from moe_engine.config.dispatch_memory import dispatch_rows
 from moe_engine.config.ledger import (
     DRAFT_WEIGHTS,
     GB,
+    SLOT_TOKEN_BYTES,
     WEIGHT_ROWS,
     LedgerRow,
     MemoryLedger,
@@ -25,6 +26,7 @@ from moe_engine.config.resolve_graphs import graph_row
 from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.registry import Row
+from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.widths import local_heads
@@ -123,8 +125,18 @@ class SizingInput:
         return local_heads(self.model, self.parallel.topology.attn_tp_size)
 
     @property
+    def uses_ngrams(self) -> bool:
+        """Drafts come from neither MTP layers nor a draft model."""
+        return self.drafts and not self.uses_mtp and self.draft is None
+
+    @property
     def drafts(self) -> bool:
         return self.shape.decode_tokens > 1
+
+    @property
+    def logits_rows(self) -> int:
+        """Rows of logits that there may be at once."""
+        return sizes.logits_rows(self.model.vocab_size, self.shape.num_logits)
 
     @property
     def min_tokens(self) -> int:
@@ -153,7 +165,11 @@ def size_memory(given: SizingInput) -> Sizing:
     tokens, reason = _choose_tokens(given, fits)
     if given.mem_fraction is not None and tokens == fits:
         _check_fraction(given, given.mem_fraction, rows)
-    ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, given.page_size)
+    page = given.page_size
+    ids = SLOT_TOKEN_BYTES * (tokens + page)
+    rows = (*rows, LedgerRow("tokens of slots", ids, "ids beside the KV cache, for penalties"))
+    limit, limit_reason = memory_limit(given, rows)
+    ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows)
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:
         return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for")
@@ -181,22 +197,31 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         weights += extra // topology.tp_size
         files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
         detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
-    logits = shape.num_logits * model.vocab_size * (given.dtype_bytes + 3 * 4)
     rows = [
         LedgerRow("weights", weights, detail),
         *_draft_rows(given),
         LedgerRow("activations", _step_bytes(given), f"a step of {shape.num_tokens} tokens"),
-        LedgerRow("logits and sampling", logits, f"{shape.num_logits} rows of {model.vocab_size}"),
+        _logits_row(given),
         _table_row(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
         *_dispatch_rows(given),
-        *graph_row(given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, shape.running),
+        *graph_row(
+            given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, shape.running, given.logits_rows
+        ),
         *_expert_rows(given),
     ]
     if given.machine.device == "cpu":
         rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
     return tuple(rows)
+
+
+def _logits_row(given: SizingInput) -> LedgerRow:
+    """A step with more rows of logits makes and samples them in several passes."""
+    count, vocab, most = given.logits_rows, given.model.vocab_size, given.shape.num_logits
+    scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
+    detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
+    return LedgerRow("logits and sampling", sizes.sampling_bytes(vocab, count, scratch), detail)
 
 
 def _attention_rows(given: SizingInput) -> list[LedgerRow]:
@@ -240,7 +265,8 @@ def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
 
 
 def _draft_rows(given: SizingInput) -> list[LedgerRow]:
-    """Weights that only draft. MTP layers share embedding and head with the model."""
+    """What only drafting keeps: weights, and the model's states that MTP layers go on from. MTP layers share embedding
+    and head with the model."""
     model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
     if given.uses_mtp:
         layers = model.num_nextn_predict_layers
@@ -249,7 +275,15 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
         extra -= sizes.weight_bytes(model, size, topology=topology, keeps_fp8=keeps)
         count = _count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
-        return [LedgerRow(DRAFT_WEIGHTS, extra, detail)]
+        # at each row's last token; for several layers also at earlier ones, and a copy of those while they move on
+        states = given.shape.running * (2 * layers - 1)
+        kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
+        return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
+    if given.uses_ngrams:
+        places, each = sizes.NGRAM_PLACES, sizes.NGRAM_PLACE_BYTES
+        if given.machine.device == "cpu":
+            places, each = given.shape.context_len, sizes.NGRAM_HOST_BYTES
+        return [LedgerRow("draft scratch", places * each, f"{places} places of texts compared at once")]
     if given.draft is not None:
         detail = f"{_count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
         return [LedgerRow(DRAFT_WEIGHTS, sizes.weight_bytes(given.draft, size), detail)]
@@ -299,8 +333,10 @@ def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, 
 
 
 def _fitting_tokens(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int) -> int:
+    """A share of the memory is of weights and KV alone; else the ids of the tokens come out of the same rest."""
     left = limit - sum(row.num_bytes for row in rows)
-    return tokens_that_fit(left, given.bytes_per_token, given.page_size)
+    ids = 0 if given.mem_fraction is not None else SLOT_TOKEN_BYTES
+    return tokens_that_fit(left, given.bytes_per_token + ids, given.page_size)
 
 
 def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:

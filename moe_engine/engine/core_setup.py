@@ -160,6 +160,7 @@ def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerO
         graphs=config.graphs,
         compiled=config.compiled,
         shapes=largest_shapes(config),
+        logits_rows=config.ledger.logits_rows,
     )
 
 

@@ -57,6 +57,9 @@ class LogitsPasses:
         self.over(head, hidden, sizes, lambda part, logits: None)
 
 
+UNBOUNDED = LogitsPasses()
+
+
 def _within(sizes: StepSizes, begin: int, most: int) -> StepSizes:
     """The sizes of one pass."""
     return replace(sizes, logits=tuple(min(max(rows - begin, 0), most) for rows in sizes.logits))

@@ -22,7 +22,7 @@ from moe_engine.types import Speculation, StepPlan, StepResult, TokenLogprob
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.kv_pool import KVPool
-from moe_engine.worker.logits_passes import LogitsPasses
+from moe_engine.worker.logits_passes import UNBOUNDED, LogitsPasses
 from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs
 from moe_engine.worker.mla_form import MLAFormPolicy
 from moe_engine.worker.observed_model import ObservedModel
@@ -97,7 +97,7 @@ class ModelRunner:
         form: MLAFormPolicy | None = None,
         sampling: SamplingKernel | None = None,
         parallel: ParallelContext = SINGLE,
-        passes: LogitsPasses = LogitsPasses(),
+        passes: LogitsPasses = UNBOUNDED,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool

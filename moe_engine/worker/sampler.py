@@ -19,7 +19,7 @@ from moe_engine.kernels.sampling.protocol import Draw, SamplingKernel, SamplingP
 from moe_engine.kernels.sampling.reference import TorchSampling
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.logits_passes import Head, LogitsPasses
+from moe_engine.worker.logits_passes import UNBOUNDED, Head, LogitsPasses
 from moe_engine.worker.sampling_state import SamplingState, uniforms
 
 
@@ -65,7 +65,7 @@ class Sampler:
         state: SamplingState,
         stream: DeviceStream,
         kernel: SamplingKernel | None = None,
-        passes: LogitsPasses = LogitsPasses(),
+        passes: LogitsPasses = UNBOUNDED,
     ) -> None:
         self.passes = passes
         self._state = state

@@ -40,6 +40,7 @@ from moe_engine.worker.expert_setup import attach_experts, make_recovery, with_e
 from moe_engine.worker.graph_setup import record_steps
 from moe_engine.worker.kernel_choice import build_backends
 from moe_engine.worker.kv_pool import KVPool, kv_spec
+from moe_engine.worker.logits_passes import LogitsPasses
 from moe_engine.worker.mla_form import form_policy
 from moe_engine.worker.region_setup import finish_regions, start_regions
 from moe_engine.worker.rows import Rows
@@ -70,6 +71,7 @@ class WorkerOptions:
         graphs: steps that are recorded on an accelerator.
         compiled: steps that torch compiles.
         shapes: the largest sizes of a step, for kernels that compile at first use.
+        logits_rows: most rows of logits at once; a step with more makes several passes.
     """
 
     model_path: str
@@ -93,6 +95,7 @@ class WorkerOptions:
     graphs: GraphSettings = field(default_factory=GraphSettings)
     compiled: CompileSettings = field(default_factory=CompileSettings)
     shapes: StepShapes = field(default_factory=lambda: StepShapes(0))
+    logits_rows: int = sizes.MAX_LOGITS_ROWS
 
 
 @dataclass(frozen=True)
@@ -274,8 +277,9 @@ def _prepare(
         shares=isinstance(backends.attention, SharesContext),
     )
     runner = ModelRunner(
-        model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel
-    )
+        model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
+        passes=LogitsPasses(options.logits_rows),
+    )  # fmt: skip
     draft_bytes = 0
     if speculation is not None:
         draft_options = _draft_options(options, dtype, kv_dtype, progress, regions)

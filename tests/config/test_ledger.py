@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from moe_engine.config.ledger import GB, LedgerRow, MemoryLedger, gb, slot_table_bytes, tokens_that_fit
+from moe_engine.config.ledger import (
+    GB,
+    SLOT_TOKEN_BYTES,
+    LedgerRow,
+    MemoryLedger,
+    gb,
+    slot_table_bytes,
+    tokens_that_fit,
+)
 from moe_engine.errors import ConfigError
 from tests.config.conftest import SMALL, V3, machine
 
@@ -49,7 +57,8 @@ def test_sum_and_rest(resolved):
     config = resolved(V2_LITE, on=machine(60, 64), max_total_tokens=most)
     ledger = config.ledger
     assert ledger.total_bytes == sum(row.num_bytes for row in ledger.all_rows())
-    assert 0 <= ledger.spare_bytes < ledger.bytes_per_token
+    assert 0 <= ledger.spare_bytes < ledger.bytes_per_token + SLOT_TOKEN_BYTES
+    assert {row.name: row.num_bytes for row in ledger.rows}["tokens of slots"] == 4 * (config.max_total_num_tokens + 1)
     assert ledger.limit_bytes == int(0.8 * 60 * GB)
     assert ledger.kv_bytes == (config.max_total_num_tokens + 1) * 31104
     static = (ledger.weight_bytes + ledger.kv_bytes) / (64 * GB)
@@ -108,13 +117,13 @@ def test_too_many_tokens_names_what_fits(resolved):
 
 @pytest.mark.parametrize("flags", [{"chunked_prefill_size": -1}, {}, {"max_running_requests": 4096}])
 def test_nearest_flags_that_fit_do_fit(resolved, flags):
-    text = refusal(resolved, V2_LITE, on=machine(38, 64), **flags)
+    text = refusal(resolved, V2_LITE, on=machine(38.2, 64), **flags)
     offered = re.findall(r"--[a-z-]+ [\d.]+(?: --[a-z-]+ [\d.]+)*", text.split("it fits with")[1])
     assert offered
     for way in offered:
         words = way.split()
         names = [name[2:].replace("-", "_") for name in words[::2]]
-        config = resolved(V2_LITE, on=machine(38, 64), **{**flags, **dict(zip(names, words[1::2]))})
+        config = resolved(V2_LITE, on=machine(38.2, 64), **{**flags, **dict(zip(names, words[1::2]))})
         assert config.max_total_num_tokens >= 128
 
 

@@ -221,7 +221,8 @@ def test_mtp_layer_is_counted(resolved):
     extra = rows_of(drafting)["draft weights"]
     assert extra.num_bytes == pytest.approx(2 * 11.6e9, rel=0.01) and "1 MTP layer" in extra.detail
     assert drafting.ledger.weight_bytes == plain.ledger.weight_bytes + extra.num_bytes
-    assert "1024 rows of 129280" in rows_of(drafting)["logits and sampling"].detail
+    assert "512 rows of 129280 at once, of up to 1024" in rows_of(drafting)["logits and sampling"].detail
+    assert rows_of(drafting)["draft states"].num_bytes == 256 * 7168 * 2
     assert drafting.max_running_requests == plain.max_running_requests == 256
     assert "SGLang's 48" in reasons(drafting)["max_running_requests"]
 

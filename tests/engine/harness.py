@@ -34,12 +34,15 @@ class Scripted:
     seed: int = 0
     logprob: bool = False
     priority: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further fields of `AddRequest`."""
 
 
 @dataclass
 class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     retractions: int = 0
     cached_tokens: int = 0
@@ -77,6 +80,7 @@ class ScriptedPort:
             assert answer.finish is None, f"{delta.rid} got something after its end"
             answer.token_ids += delta.token_ids
             answer.logprobs += delta.logprobs or []
+            answer.prompt_logprobs += delta.prompt_logprobs or []
             answer.finish = delta.finish
             answer.retractions = delta.retractions
             answer.cached_tokens = delta.cached_tokens
@@ -92,6 +96,7 @@ def add_request(item: Scripted) -> messages.AddRequest:
         seed=item.seed,
         priority=item.priority,
         return_logprob=item.logprob,
+        **item.more,
     )
 
 

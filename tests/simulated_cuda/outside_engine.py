@@ -45,8 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
     "triton": {"flags": {"cuda_graph_max_bs": 2}},
     "drafts": {
         "flags": {**FEW, "cuda_graph_max_bs": 2}, "both": {**DRAFTS, "speculative_eagle_topk": 1}, "logprob": True,
+        "samplings": [GREEDY, *EDITS[1:3]],
     },
-    "tree": {"flags": NONE, "both": TREE},
+    "tree": {"flags": NONE, "both": TREE, "logprob": True, "samplings": [GREEDY, *EDITS[1:3]]},
     "edits": {"flags": NONE, "samplings": EDITS, "logprob": True},
     # a library's plans, renewed before every replay
     "flashinfer": {"flags": {**FEW, "cuda_graph_max_bs": 2}, "library": True},

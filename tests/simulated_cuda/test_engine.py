@@ -43,8 +43,8 @@ def test_kernels_of_our_own_recorded() -> None:
 
 
 def test_chains_of_drafts_recorded() -> None:
-    """A step with drafts asks once where its rows have come to, and nothing else: log-probabilities and penalties of the
-    drafts are found on the device."""
+    """A step with drafts asks once where its rows have come to. Log-probabilities and penalties of drafts are found on
+    the device."""
     found = outside("outside_engine", "drafts")
     check_answers(found)
     assert found["graphs"] == 4

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search with Python lists."""
+"""Prompt lookup against a search with Python lists, on the host and as on an accelerator."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.types import NewRow, SamplingParams
+from moe_engine.models import sizes
+from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.history import History
-from moe_engine.worker.speculation.drafts import DraftTask
+from moe_engine.worker.runner import ModelRunner
+from moe_engine.worker.speculation import ngram_match
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.ngram import NgramDrafter
+from tests.memory_meter import MemoryMeter
+from tests.speculation.toy_engine import ToyEngine, random_table
+from tests.worker import fake_accelerator
+from tests.worker.fake_accelerator import FakeAccelerator
 
 WIDTH = 48
+STREAMS = {"host": DeviceStream("cpu"), "device": FakeAccelerator()}
 
 
 def naive(text: list[int], min_match: int, max_match: int, depth: int) -> list[int]:
@@ -28,9 +36,9 @@ def naive(text: list[int], min_match: int, max_match: int, depth: int) -> list[i
     return [-1] * depth
 
 
-def history_of(texts: list[list[int]], stale: int) -> History:
+def history_of(texts: list[list[int]], stale: int, stream: DeviceStream, width: int = WIDTH) -> History:
     """Rows whose text is known; behind it `stale` tokens that were tried and given up."""
-    history = History(len(texts), WIDTH, DeviceStream("cpu"))
+    history = History(len(texts), width, stream)
     history.tokens.fill_(stale)
     for row, text in enumerate(texts):
         slots = list(range(len(text) - 1))  # the last token is not computed
@@ -38,33 +46,54 @@ def history_of(texts: list[list[int]], stale: int) -> History:
     return history
 
 
-def propose(history: History, rows: list[int], depth: int, min_match: int, max_match: int) -> torch.Tensor:
-    index = torch.tensor(rows)
-    lengths = history.lengths[index]
-    roots = history.tokens[index, lengths].long()
-    task = DraftTask(np.array(rows), lengths.numpy(), index, roots, depth, 1, depth + 1)
-    drafts = NgramDrafter(history, min_match, max_match).propose(task)
-    assert drafts.parents is None and torch.equal(drafts.tokens[:, 0], roots)
-    return drafts.tokens[:, 1:]
+def propose(
+    texts: list[list[int]], rows: list[int], depth: int, min_match: int, max_match: int, where: str, stale: int = 0
+) -> list[list[int]]:
+    stream = STREAMS[where]
+    history = history_of(texts, stale, stream, max(WIDTH, *(len(text) for text in texts)))
+    index = stream.from_list(rows, torch.int64)
+    lengths = np.array([len(texts[row]) - 1 for row in rows])
+    roots = stream.from_list([texts[row][-1] for row in rows], torch.int64)
+    task = DraftTask(np.array(rows), lengths, index, roots, depth, 1, depth + 1)
+    fake_accelerator.waits.clear()
+    drafts = NgramDrafter(history, min_match, max_match, stream).propose(task)
+    assert fake_accelerator.waits == []
+    tokens = drafts.tokens.as_subclass(torch.Tensor).tolist()
+    assert drafts.parents is None and [row[0] for row in tokens] == [texts[row][-1] for row in rows]
+    return [row[1:] for row in tokens]
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("where", STREAMS)
+@settings(max_examples=150, deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=WIDTH - 8), min_size=1, max_size=5),
     depth=st.integers(1, 5),
     window=st.tuples(st.integers(1, 4), st.integers(0, 8)),
     stale=st.integers(0, 2),
     seed=st.integers(0, 1000),
+    block=st.sampled_from([1, 3, 16, 64]),
+    at_once=st.sampled_from([1, 4, 1000]),
 )
 def test_match_is_the_naive_search(
-    texts: list[list[int]], depth: int, window: tuple[int, int], stale: int, seed: int
+    where: str,
+    texts: list[list[int]],
+    depth: int,
+    window: tuple[int, int],
+    stale: int,
+    seed: int,
+    block: int,
+    at_once: int,
 ) -> None:
     min_match, max_match = window[0], window[0] + window[1]
     rows = np.random.default_rng(seed).permutation(len(texts)).tolist()
-    found = propose(history_of(texts, stale), rows, depth, min_match, max_match)
-    assert found.tolist() == [naive(texts[row], min_match, max_match, depth) for row in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_match, "BLOCK", block)
+        patch.setattr(ngram_match, "NGRAM_PLACES", block * at_once)
+        found = propose(texts, rows, depth, min_match, max_match, where, stale)
+    assert found == [naive(texts[row], min_match, max_match, depth) for row in rows]
 
 
+@pytest.mark.parametrize("where", STREAMS)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -73,7 +102,73 @@ def test_match_is_the_naive_search(
         ([1, 2, 3], [-1, -1, -1]),
         ([1, 2, 6, 1, 2, 7, 1, 2], [7, 1, 2]),  # the latest of equal ones
         ([3, 1, 2, 6, 1, 2, 7, 3, 1, 2], [6, 1, 2]),  # a longer one beats a later one
+        ([9, 9, 4, 1], [-1, -1, -1]),
+        ([1], [-1, -1, -1]),
     ],
 )
-def test_examples(text: list[int], expected: list[int]) -> None:
-    assert propose(history_of([text], 0), [0], 3, 1, 12).tolist() == [expected]
+def test_examples(text: list[int], expected: list[int], where: str) -> None:
+    assert propose([text], [0], 3, 1, 12, where) == [expected]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_over_a_whole_life(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Prompts in chunks, rejected drafts, retractions, rows that are used again, and requests that come with outputs:
+    what is drafted follows from the request's own tokens alone."""
+    pick = np.random.default_rng(seed)
+    texts: dict[int, list[int]] = {}
+    proposed: list[bool] = []
+
+    class Checked(NgramDrafter):
+        def propose(self, task: DraftTask) -> Drafts:
+            drafts = super().propose(task)
+            for row, own in zip(task.rows.tolist(), drafts.tokens.tolist()):
+                assert own[0] == texts[row][-1]
+                assert own[1:] == naive(texts[row], 1, 12, task.depth)
+                proposed.append(own[1] >= 0)
+            return drafts
+
+    def make(runner: ModelRunner, rng: np.random.Generator) -> Checked:
+        assert runner.rows.history is not None
+        return Checked(runner.rows.history, 1, 12, runner.stream)
+
+    config = SpeculationConfig("ngram", 3)
+    engine = ToyEngine(
+        random_table(4, seed, spread=3.0), config, make, num_slots=110, max_rows=6, chunked_prefill_size=7,
+        schedule_conservativeness=0.0, clip_max_new_tokens=2, retract_decode_steps=1,
+    )  # fmt: skip
+    execute = engine.runner.execute
+
+    def watched(plan: StepPlan) -> StepResult:
+        for new in plan.new_rows:
+            texts[new.row] = list(new.token_ids)
+        result = execute(plan)
+        for row, tokens in zip(result.rows, result.tokens):
+            texts[row] += tokens
+        return result
+
+    monkeypatch.setattr(engine.runner, "execute", watched)
+    requests = [
+        Request(
+            f"r{i}", pick.integers(0, 4, pick.integers(1, 20)).tolist(), SamplingParams(temperature=0.8), 18, seed=i
+        )
+        for i in range(24)
+    ]
+    requests[3].output_ids = [1, 2, 1]  # begun elsewhere
+    steps = engine.run(requests)
+    assert len(proposed) > 60 and any(proposed) and not all(proposed)
+    entered = [new.rid for step in steps for new in step.plan.new_rows]
+    assert len(entered) > len(set(entered)), "nothing was retracted"
+
+
+def test_scratch_memory_does_not_grow_with_the_texts() -> None:
+    """Both searches take what the ledger holds for them, whatever the lengths."""
+    pick = np.random.default_rng(0)
+    texts = [pick.integers(0, 50, 200_000).tolist() for _ in range(12)]
+    lengths = np.array([len(text) - 1 for text in texts])
+    history = history_of(texts, 0, DeviceStream("cpu"), 200_000)
+    with MemoryMeter() as meter:
+        found = ngram_match.find_on_device(
+            history.tokens, np.arange(12), lengths, 1, 12, DeviceStream("cpu")
+        )  # fmt: skip
+    assert 8 * sizes.NGRAM_PLACES < meter.peak < sizes.NGRAM_PLACES * sizes.NGRAM_PLACE_BYTES
+    assert found.tolist() == [ngram_match.find_on_host(np.array(text, dtype=np.int32), 1, 12) for text in texts]

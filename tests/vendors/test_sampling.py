@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_engine.kernels.sampling import flashinfer as flashinfer_module
 from moe_engine.kernels.sampling.flashinfer import FlashInferSampling
 from moe_engine.kernels.sampling.protocol import INVALID_TOKEN, Draw, SamplingParameters
 from moe_engine.kernels.sampling.reference import TorchSampling
@@ -40,9 +41,11 @@ def uniform(count: int) -> torch.Tensor:
     return torch.randint(0, 1 << 24, (count,)).float() / (1 << 24)
 
 
+@pytest.mark.parametrize("at_once", [1 << 22, 7 * 97])
 @pytest.mark.parametrize("vocab", [97, 4001])
 @pytest.mark.parametrize("ties", [False, True])
-def test_tokens_and_probabilities_are_the_torch_rows(vocab, ties):
+def test_tokens_and_probabilities_are_the_torch_rows(monkeypatch, vocab, ties, at_once):
+    monkeypatch.setattr(flashinfer_module, "MAX_ELEMENTS", at_once)
     ours, reference = FlashInferSampling(flashinfer_emulator.module()), TorchSampling()
     choices = [choice for choice in CHOICES if choice[1] <= vocab] * 6
     rows = parameters(choices, vocab)

@@ -15,6 +15,7 @@ from fake_graphs import FakeGraphs, ReplayableTorch
 from moe_engine.kernels.attention.protocol import Replayable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
 from moe_engine.types import (
     GraphSettings,
@@ -29,6 +30,7 @@ from moe_engine.types import (
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.graph_setup import record_steps
 from moe_engine.worker.kv_pool import KVPool, KVSpec
+from moe_engine.worker.logits_passes import LogitsPasses
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner
 from moe_engine.worker.step_graphs import CaptureError, StepGraphs, StepShape
@@ -92,8 +94,13 @@ def _watched(engine: InProcessEngine) -> list[tuple[StepPlan, StepResult]]:
     return seen
 
 
+@pytest.mark.parametrize("rows_at_once", [1 << 30, 5])
 @pytest.mark.parametrize("settings", [GraphSettings((1, 2, 4, 7)), GraphSettings((1, 2, 3, 5), pad=False)], ids=repr)
-def test_replayed_steps_make_the_same_tokens(engine: InProcessEngine, settings: GraphSettings) -> None:
+def test_replayed_steps_make_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, engine: InProcessEngine, settings: GraphSettings, rows_at_once: int
+) -> None:
+    """Those with more rows of logits than there may be at once are recorded without the head."""
+    monkeypatch.setattr(engine.worker.runner.sampler, "passes", LogitsPasses(rows_at_once))
     runner, script = engine.worker.runner, _script(12, len(settings.sizes))
     drafts = runner.speculation is not None
     settings = replace(settings, counts=(1, DRAFTS + 1) if drafts else (1,))
@@ -134,16 +141,21 @@ class Counting:
 
     def __init__(self) -> None:
         self.batches: list[ForwardBatch] = []
+        self.heads: list[tuple[int, ...]] = []
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         self.batches.append(batch)
         return batch.input_ids[:, None].float()
 
-    def logits(self, hidden: torch.Tensor, sizes: object = None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, sizes: StepSizes | None = None) -> torch.Tensor:
+        if sizes is not None:
+            self.heads.append(sizes.logits)
         return -((hidden + 1 - torch.arange(64)) ** 2)
 
 
-def _runner(settings: GraphSettings, num_groups: int = 1, group: int = 0) -> tuple[ModelRunner, Counting, FakeGraphs]:
+def _runner(
+    settings: GraphSettings, num_groups: int = 1, group: int = 0, rows_at_once: int = 1 << 30
+) -> tuple[ModelRunner, Counting, FakeGraphs]:
     stream = DeviceStream("cpu")
     pool = KVPool(KVSpec.mla(1, 4, 4, torch.float32), 256, 1, stream)
     parallel = ParallelContext()
@@ -151,9 +163,11 @@ def _runner(settings: GraphSettings, num_groups: int = 1, group: int = 0) -> tup
         parallel = ParallelContext(Topology(tp_size=num_groups, attn_dp_size=num_groups), group, decode_tokens=64)
     model, attention, backend = Counting(), ReplayableTorch(StubAttention()), FakeGraphs()
     rows = Rows(8, 100, 64, stream)
-    runner = ModelRunner(model, pool, rows, attention, stream, parallel=parallel)  # type: ignore[arg-type]
+    passes = LogitsPasses(rows_at_once)
+    runner = ModelRunner(model, pool, rows, attention, stream, parallel=parallel, passes=passes)  # type: ignore[arg-type]
     assert record_steps(runner, settings, backend=backend)
     model.batches.clear()
+    model.heads.clear()
     return runner, model, backend
 
 
@@ -186,12 +200,14 @@ def test_only_even_decodes_up_to_the_largest_size() -> None:
     assert graphs.shape_of(_chains([tree.num_nodes(2)] * 2, 2)) is None
 
 
-def test_all_attention_groups_replay_the_same_size() -> None:
-    """Three decodes here, one there, none in the third: all run four tokens a group, whoever they are."""
+@pytest.mark.parametrize("rows_at_once", [1 << 30, 2])
+def test_all_attention_groups_replay_the_same_size(rows_at_once: int) -> None:
+    """Three decodes here, one there, none in the third: all run four tokens a group, whoever they are. Where the head
+    is not recorded, all run it as often as the largest group must."""
     mine = [_decodes(3), _decodes(1), StepPlan(1)]
     everybody = tuple(StepFacts.of(plan) for plan in mine)
     for group, plan in enumerate(mine):
-        runner, model, backend = _runner(GraphSettings((1, 2, 4)), 3, group)
+        runner, model, backend = _runner(GraphSettings((1, 2, 4)), 3, group, rows_at_once)
         new = [NewRow(i, f"r{i}", [7 + i], 1, [], SamplingParams(temperature=0.0), 0, frozenset()) for i in plan.rows]
         first = StepPlan(0, new_rows=new, everybody=(StepFacts(),) * 3)
         runner.execute(first)
@@ -202,6 +218,7 @@ def test_all_attention_groups_replay_the_same_size() -> None:
         assert batch.sizes is not None and batch.sizes.tokens == batch.sizes.logits == (4, 4, 4)
         assert batch.sizes.phase == "decode" and batch.num_tokens == 4
         assert (batch.slots[len(new) :] == 0).all() and (batch.positions[len(new) :] == 0).all()
+        assert model.heads == ([(4, 4, 4)] if rows_at_once > 4 else [(2, 1, 0), (1, 0, 0)])
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,8 @@ def test_nodes_of_drafts_against_naive(seed: int, tree: bool) -> None:
             paths.append([])
         text = None
         if tree and num:
-            text = TreeText(np.repeat([ends[r] for r in rows[:num].tolist()], nodes), ancestor_masks(parents).flatten(), 6)
+            begins = np.repeat([ends[row] for row in rows[:num].tolist()], nodes)
+            text = TreeText(begins, ancestor_masks(parents).flatten(), nodes)
         logits = random_logits(pick, len(drafted))
         before = logits.clone()
         life.rows.edits.apply(logits, np.array(drafted), np.array(lengths), life.rows.slot_tokens, text)

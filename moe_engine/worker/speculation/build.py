@@ -67,7 +67,7 @@ def add_speculation(runner: ModelRunner, config: SpeculationConfig, options: Dra
     elif config.method == "standalone":
         drafter, num_bytes = _standalone(runner, config, options)
     else:
-        drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match)
+        drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     whole = None
     if isinstance(drafter, MTPDrafter) and config.topk == 1 and not config.has_thresholds:
         whole = WholeStep(drafter, rows, runner.sampler, pool.layers)

@@ -1,0 +1,76 @@
+"""Where the last tokens of a text stood before: the search of prompt lookup, on the host and on an accelerator.
+
+A match of size n that ends at place p: the n tokens up to p equal the n last ones of the text, and p is before the last
+token. The longest match wins, of equally long ones the latest; sizes are bounded on both sides.
+
+Nothing is kept between steps. A text is read once, 4 bytes a token, and only places whose token equals the last one are
+looked at again: 16 texts of 32k tokens take a CPU 0.4 ms. An index of all n-grams would be many times as large as
+the text, would have to be built for each prompt, and on an accelerator, where new tokens are known first, the host
+would have to wait for them.
+
+Legend: D texts, W width of the token table, B tokens of a block, N blocks, M largest size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.models.sizes import NGRAM_PLACES
+from moe_engine.worker.device_stream import DeviceStream
+
+BLOCK = 2048
+"""Places of a text that are compared together."""
+
+
+def find_on_host(text: np.ndarray, least: int, most: int) -> int:
+    """The place behind the best match in a text [n], n where there is none."""
+    last = len(text) - 1
+    places, size = np.flatnonzero(text[:last] == text[last]), 1
+    while size < most and len(places):
+        longer = places[places >= size]
+        longer = longer[text[longer - size] == text[last - size]]
+        if not len(longer):
+            break
+        places, size = longer, size + 1
+    return int(places[-1]) + 1 if len(places) and size >= least else len(text)
+
+
+def find_on_device(
+    tokens: Tensor, rows: np.ndarray, lengths: np.ndarray, least: int, most: int, stream: DeviceStream
+) -> Tensor:
+    """The same for rows [D] of a table tokens [max_rows, W], whose last tokens stand at `lengths` [D]: [D] int64, W
+    where there is none. Nothing waits; scratch memory is bounded whatever the lengths."""
+    count, width = len(rows), tokens.shape[1]
+    blocks = lengths // BLOCK + 1
+    owner = np.repeat(np.arange(count), blocks)  # [N]
+    begins = (np.arange(len(owner)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * BLOCK
+    which, begin, base, last = stream.upload(
+        torch.from_numpy(np.stack((owner, begins, rows[owner] * width, lengths[owner])))
+    )
+    best = torch.zeros(count, dtype=torch.int64, device=tokens.device)
+    at_once = NGRAM_PLACES // BLOCK
+    for first in range(0, len(owner), at_once):
+        part = slice(first, first + at_once)
+        found = _best_of_blocks(tokens.view(-1), begin[part], base[part], last[part], least, most, width)
+        best.scatter_reduce_(0, which[part], found, "amax")
+    return torch.where(best > 0, best % width, width)
+
+
+def _best_of_blocks(
+    flat: Tensor, begin: Tensor, base: Tensor, last: Tensor, least: int, most: int, width: int
+) -> Tensor:
+    """[N]: size * W + place behind the best match that ends in each block, 0 where there is none."""
+    columns = torch.arange(BLOCK, device=flat.device)
+    window = begin[:, None] + torch.arange(1 - most, BLOCK, device=flat.device)  # [N, M - 1 + B]
+    window = flat.index_select(0, (base[:, None] + window.clamp_(0, width - 1)).flatten()).view(len(begin), -1)
+    places = begin[:, None] + columns  # [N, B]
+    alive = places < last[:, None]
+    size = torch.zeros_like(places, dtype=torch.uint8)
+    for back in range(most):
+        wanted = flat.index_select(0, base + (last - back).clamp_min(0))[:, None]
+        end = window.shape[1] - back
+        alive &= (window[:, end - BLOCK : end] == wanted) & (places >= back)
+        size += alive
+    return torch.where(size >= least, size.long() * width + places + 1, 0).amax(1)
