@@ -91,5 +91,6 @@ def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
         incremental_streaming_output=server.incremental_streaming_output,
         allow_auto_truncate=server.allow_auto_truncate,
         preferred_sampling_params=json.loads(server.preferred_sampling_params),
+        max_logprobs=server.max_logprobs,
         random_seed=config.random_seed,
     )

@@ -69,6 +69,7 @@ class NativeApi:
         inp.stream = boolean(body, "stream")
         inp.return_text_in_logprobs = boolean(body, "return_text_in_logprobs")
         inp.log_metrics = body.get("log_metrics") is None or boolean(body, "log_metrics")
+        inp.logprob_format = self._state.token_json.native
         job = await self._state.frontend.prepare(inp)
         if inp.stream:
             return EventStream(self._events(job), native_body)

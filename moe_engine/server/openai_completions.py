@@ -12,15 +12,15 @@ from fastapi import Request, Response
 from moe_engine.engine.frontend import Job
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation
+from moe_engine.engine.logprob_format import Columns, joined
 from moe_engine.errors import InputError
 from moe_engine.server.errors import openai_body
 from moe_engine.server.http_io import EventStream, json_response, read_object, sse, unless_gone
-from moe_engine.server.openai_common import completion_logprobs, matched_stop, usage_of
+from moe_engine.server.openai_common import matched_stop, usage_of
 from moe_engine.server.openai_types import CompletionRequest, parse_openai_sampling, parse_request
 from moe_engine.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
-MAX_LOGPROBS = 100
 
 
 class CompletionsApi:
@@ -54,8 +54,6 @@ class CompletionsApi:
                 field="best_of",
             )
         max_tokens = DEFAULT_MAX_TOKENS if req.max_tokens is None else req.max_tokens
-        if req.logprobs is not None and not 0 <= req.logprobs <= MAX_LOGPROBS:
-            raise InputError(f"logprobs: must be in [0, {MAX_LOGPROBS}], got {req.logprobs}", field="logprobs")
         return GenerateInput(
             text=prompt if is_text else None,
             input_ids=None if is_text else prompt,
@@ -73,6 +71,9 @@ class CompletionsApi:
             return_logprob=req.logprobs is not None,
             logprob_start_len=0 if req.echo else -1,
             top_logprobs_num=req.logprobs or 0,
+            top_logprobs_field="logprobs",
+            logprob_format=self._state.token_json.completion,
+            cumulative=False,
         )
 
     def _prompt_text(self, generation: Generation) -> str:
@@ -80,14 +81,11 @@ class CompletionsApi:
             return generation.prompt_text
         return self._state.tokenizer().decode(generation.prompt_ids, skip_special_tokens=False)
 
-    def _choice(
-        self, req: CompletionRequest, g: Generation, text: str, entries: list[Any], finish: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        logprobs = completion_logprobs(self._state.tokenizer(), entries) if req.logprobs is not None else None
+    def _choice(self, g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "index": g.index,
             "text": text,
-            "logprobs": logprobs,
+            "logprobs": g.logprob_fields(entries),
             "finish_reason": finish["type"] if finish else None,
             "matched_stop": matched_stop(finish),
         }
@@ -100,8 +98,8 @@ class CompletionsApi:
         for g in job.generations:
             text, entries = g.text, g.output_logprobs
             if req.echo:
-                text, entries = self._prompt_text(g) + text, g.prompt_logprobs + entries
-            choices.append(self._choice(req, g, text, entries, g.finish))
+                text, entries = self._prompt_text(g) + text, joined(g.prompt_logprobs, entries)
+            choices.append(self._choice(g, text, entries, g.finish))
         usage = usage_of(job.generations, cache_report=self._state.settings.enable_cache_report)
         return self._head(job, model) | {
             "choices": choices,
@@ -121,10 +119,10 @@ class CompletionsApi:
                 if g.index not in begun:
                     begun.add(g.index)
                     if req.echo:
-                        text, entries = self._prompt_text(g) + text, g.prompt_logprobs + entries
-                if not (text or piece.finish or (entries and req.logprobs is not None)):
+                        text, entries = self._prompt_text(g) + text, joined(g.prompt_logprobs, entries)
+                if not (text or piece.finish or entries):
                     continue
-                chunk = head | {"choices": [self._choice(req, g, text, entries, piece.finish)]}
+                chunk = head | {"choices": [self._choice(g, text, entries, piece.finish)]}
                 if continuous:
                     chunk["usage"] = usage_of([g], cache_report=report)
                 yield sse(chunk)

@@ -18,7 +18,7 @@ from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch, Model, TakesTurns
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import LogprobSpec, Speculation, StepPlan, StepResult, TokenLogprob
+from moe_engine.types import LogprobSpec, PackedLogprobs, Speculation, StepPlan, StepResult
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.kv_pool import KVPool
@@ -68,11 +68,11 @@ class PendingStep:
 
     def take(self) -> StepResult:
         tokens = [[token] for token in self.tokens.wait()[0].tolist()]
-        logprobs: list[list[TokenLogprob]] | None = None
+        logprobs: list[PackedLogprobs | None] | None = None
         if self.logprobs is not None:
-            logprobs = [[] for _ in tokens]
-            for index, entry in zip(self.logprob_indices, self.logprobs.take()):
-                logprobs[index] = [entry]
+            logprobs = [None] * len(tokens)
+            for index, packed in zip(self.logprob_indices, self.logprobs.take()):
+                logprobs[index] = packed
         prompts = {pending.row: pending.take() for pending in self.prompts} or None
         return StepResult(self.number, self.rows, tokens, logprobs, prompts, self.seconds, cuda_graph=self.cuda_graph)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.drafting import JudgedChains
-from moe_engine.types import LogprobSpec, StepPlan, StepResult, TokenLogprob
+from moe_engine.types import LogprobSpec, PackedLogprobs, StepPlan, StepResult
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt, token_logprobs
 
@@ -72,18 +72,20 @@ class PendingSpeculation:
     def take(self) -> StepResult:
         decodes, counts, prompts = (tensor.tolist() for tensor in self.copy.wait())
         tokens = [row[:count] for row, count in zip(decodes, counts)] + [[token] for token in prompts]
-        logprobs: list[list[TokenLogprob]] | None = None
+        logprobs: list[PackedLogprobs | None] | None = None
         if self.logprobs is not None:
-            logprobs = [[] for _ in tokens]
-            for (request, index), entry in zip(self.logprob_places, self.logprobs.take()):
+            of_request: dict[int, list[PackedLogprobs]] = {}
+            for (request, index), packed in zip(self.logprob_places, self.logprobs.take()):
                 if index < len(tokens[request]):
-                    logprobs[request].append(entry)
+                    of_request.setdefault(request, []).append(packed)
+            joined = {request: PackedLogprobs.join(parts) for request, parts in of_request.items()}
+            logprobs = [joined.get(request) for request in range(len(tokens))]
         rows = list(self.rows)
         for place, row in self.left_out:
             rows.insert(place, row)
             tokens.insert(place, [])
             if logprobs is not None:
-                logprobs.insert(place, [])
+                logprobs.insert(place, None)
         told = {pending.row: pending.take() for pending in self.prompts} or None
         return StepResult(self.number, rows, tokens, logprobs, told, *self.seconds, cuda_graph=self.cuda_graph)
 
