@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import bisect
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_engine.errors import InputError
 
@@ -193,14 +194,38 @@ class LogprobSpec:
     token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability (natural log, of the softmax of the raw logits) of one token and of its rivals."""
+class PackedLogprobs(NamedTuple):
+    """Log-probabilities (natural log, of the softmax of the raw logits) of P tokens in order, and at each of them those
+    of the K best tokens and of the J asked for (`LogprobSpec.token_ids`).
 
-    token_id: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...] = ()
-    token_ids: tuple[tuple[int, float], ...] = ()
+    A few objects, however many numbers they hold: this form travels from the worker to the front end, and only there
+    it becomes Python objects or JSON.
+
+    Arrays in native byte order. Where `values` is NaN nothing was computed (for the first token of a prompt, and for
+    one at the end of a cached prefix), and the other numbers mean nothing.
+    """
+
+    token_ids: bytes  # [P] int32
+    values: bytes  # [P] float32
+    top_ids: bytes = b""  # [P, K] int32
+    top: bytes = b""  # [P, K] float32
+    asked: bytes = b""  # [P, J] float32
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+    def part(self, start: int, stop: int) -> PackedLogprobs:
+        """Of the tokens [start, stop); both within [0, P]."""
+        count = self.num_tokens
+        if stop - start == count:
+            return self
+        return PackedLogprobs(*(data[len(data) // count * start : len(data) // count * stop] for data in self))
+
+    @staticmethod
+    def join(parts: Sequence[PackedLogprobs]) -> PackedLogprobs:
+        """Of the tokens of all parts, at least one, in order."""
+        return parts[0] if len(parts) == 1 else PackedLogprobs(*map(b"".join, zip(*parts)))
 
 
 @dataclass(slots=True, eq=False)
@@ -384,14 +409,15 @@ class StepPlan:
 class StepResult:
     """What a step produced: for each request of the plan that samples, in plan order, its accepted tokens.
 
-    `logprobs[i]` are those of tokens[i]; `prompt_logprobs[row]` those of prompt tokens computed in this step.
+    `logprobs[i]` are those of tokens[i], None where the request asked for none; `prompt_logprobs[row]` those of prompt
+    tokens computed in this step.
     """
 
     number: int
     rows: list[int]
     tokens: list[list[int]]
-    logprobs: list[list[TokenLogprob]] | None = None
-    prompt_logprobs: dict[int, list[TokenLogprob]] | None = None
+    logprobs: list[PackedLogprobs | None] | None = None
+    prompt_logprobs: dict[int, PackedLogprobs] | None = None
     seconds: float = 0.0
     """How long the step took on the device, drafting included."""
     draft_seconds: float = 0.0

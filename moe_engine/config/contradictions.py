@@ -26,6 +26,7 @@ LEAST = {
     "priority_scheduling_preemption_threshold": 0,
     "cpu_threads": 1,
     "log_requests_level": 0,
+    "max_logprobs": -1,
     "decode_log_interval": 1,
     "port": 0,
     "cuda_graph_max_bs_decode": 1,

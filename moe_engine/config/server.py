@@ -77,6 +77,11 @@ class ServerArgs:
         parse=parse_json_object,
         metavar="JSON",
     )
+    max_logprobs: int = flag(
+        20,
+        "Most log-probabilities that a request may ask for at each token, best ones or by token id. -1: no limit.",
+        metavar="COUNT",
+    )
     allow_auto_truncate: bool = flag(False, "Cut prompts that are too long instead of refusing them.")
     weight_version: str = flag(
         "default",

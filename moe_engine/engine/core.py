@@ -32,7 +32,6 @@ from moe_engine.types import (
     StepFacts,
     StepPlan,
     StepResult,
-    TokenLogprob,
 )
 from moe_engine.worker.rank_group import RanksChanged, Survivors
 
@@ -399,8 +398,8 @@ def _delta(event: RequestEvent) -> messages.RequestDelta:
         event.rid,
         event.token_ids,
         event.finish_reason.to_dict() if event.finish_reason else None,
-        [_logprob(x) for x in event.logprobs] if event.logprobs is not None else None,
-        [_logprob(x) for x in event.prompt_logprobs] if event.prompt_logprobs is not None else None,
+        event.logprobs,
+        event.prompt_logprobs,
         event.cached_tokens,
         event.retractions,
         _queue_time(event),
@@ -412,7 +411,3 @@ def _queue_time(event: RequestEvent) -> float:
     """Seconds from the queue to the first step; known with the last event."""
     timing = event.timing
     return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0
-
-
-def _logprob(entry: TokenLogprob) -> list[Any]:
-    return [entry.token_id, entry.logprob, [list(t) for t in entry.top], [list(t) for t in entry.token_ids]]

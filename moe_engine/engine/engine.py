@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -81,7 +82,9 @@ class Engine:
 
     async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
         client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method)
-        return Frontend(client, tokenizer, frontend_settings(self.config))
+        # The program that asks is the one whose memory it costs: a batch may have any size.
+        settings = dataclasses.replace(frontend_settings(self.config), max_sequences=None, max_prompt_tokens=None)
+        return Frontend(client, tokenizer, settings)
 
     # -- generation
 

@@ -16,7 +16,7 @@ from moe_engine.engine.client_api import EngineClient
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation, Piece
 from moe_engine.engine.messages import RequestDelta
-from moe_engine.engine.prepare import BURST, FrontendSettings, Job, Preparer, ReadRequest
+from moe_engine.engine.prepare import BURST, FormatOf, FrontendSettings, Job, Preparer, ReadRequest
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import FinishReason
@@ -170,9 +170,9 @@ class Frontend:
         """The part of `prepare` whose work grows with the request's size; any thread may do it. Raises InputError."""
         return self._preparer.read(inp)
 
-    async def begin(self, read: ReadRequest) -> Job:
-        """The rest of `prepare`."""
-        return await self._preparer.begin(read)
+    async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
+        """The rest of `prepare`. `logprob_format`: see `Preparer.begin`."""
+        return await self._preparer.begin(read, logprob_format)
 
     # -- one sequence
 

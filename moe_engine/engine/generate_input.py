@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_engine.engine.logprob_format import LogprobOptions
 from moe_engine.errors import InputError
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.types import SamplingParams
 from moe_engine.unicode_checks import check_unicode
 
 MAX_RID_LENGTH = 256
-MAX_TOP_LOGPROBS = 1024
-MAX_TOKEN_IDS_LOGPROB = 4096
-MAX_SEQUENCES = 65536
-"""Most sequences (prompts times n) of one request."""
 
 LATER_FIELDS = (
     "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "custom_logit_processor",
@@ -60,9 +57,12 @@ class GenerateInput:
     ids_field: str = "input_ids"
     sampling_field: str = "sampling_params"
     max_tokens_field: str = "sampling_params.max_new_tokens"
+    top_logprobs_field: str = "top_logprobs_num"
     """How the client calls these, for messages."""
     max_tokens_asked: bool = True
     """With `SamplingParams`: whether their `max_new_tokens` is the client's own or a default, which may be cut."""
+    cumulative: bool = True
+    """A stream's chunks show all of the answer so far, where the operator's settings do not say otherwise."""
 
 
 def refuse_later_fields(fields: Mapping[str, Any]) -> None:
@@ -70,15 +70,6 @@ def refuse_later_fields(fields: Mapping[str, Any]) -> None:
     for name in LATER_FIELDS:
         if fields.get(name) not in (None, False, [], {}):
             raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobOptions:
-    start: int | None
-    """First prompt position that gets one; None: outputs only."""
-    top: int
-    token_ids: tuple[int, ...]
-    with_text: bool
 
 
 @dataclass(slots=True)
@@ -97,8 +88,10 @@ class Prompt:
     """Resolved against the context length."""
 
 
-def split_prompts(inp: GenerateInput, preferred: Mapping[str, Any] | None = None) -> tuple[list[Prompt], bool]:
-    """The single prompts of a request, and whether it was a batch.
+def split_prompts(
+    inp: GenerateInput, preferred: Mapping[str, Any] | None = None, max_sequences: int | None = None
+) -> tuple[list[Prompt], bool]:
+    """The single prompts of a request, and whether it was a batch. `max_sequences`: most prompts times n.
 
     Raises:
         InputError: naming the field.
@@ -110,10 +103,10 @@ def split_prompts(inp: GenerateInput, preferred: Mapping[str, Any] | None = None
         )
     texts, batch_of_ids, is_batch = _prompts(inp)
     count = len(texts) if texts is not None else len(batch_of_ids)
-    _check_count(count, inp.text_field)
+    _check_count(count, max_sequences, inp.text_field)
     rids = _rids(inp.rid, count, is_batch)
     samplings = _samplings(inp.sampling_params, count, is_batch, preferred or {})
-    _check_count(sum(s.n for s in samplings), inp.text_field)
+    _check_count(sum(s.n for s in samplings), max_sequences, inp.text_field)
     _check_int(inp.priority, "priority", -(2**31), 2**31 - 1, optional=True)
     _check_int(inp.routed_dp_rank, "routed_dp_rank", 0, 2**16, optional=True)
     prompts = []
@@ -165,10 +158,10 @@ def _prompts(inp: GenerateInput) -> tuple[list[str] | None, list[list[int]], boo
     return None, [ids], False
 
 
-def _check_count(count: int, where: str) -> None:
-    if count > MAX_SEQUENCES:
+def _check_count(count: int, limit: int | None, where: str) -> None:
+    if limit is not None and count > limit:
         raise InputError(
-            f"{where}: {count} sequences (prompts times n); send at most {MAX_SEQUENCES} in one request", field=where
+            f"{where}: {count} sequences (prompts times n); send at most {limit} in one request", field=where
         )
 
 
@@ -269,16 +262,15 @@ def _logprobs(inp: GenerateInput, index: int, count: int, is_batch: bool) -> Log
     start = -1 if start is None else start
     _check_int(start, "logprob_start_len", -1, 2**31 - 1)
     top = _pick(inp.top_logprobs_num, index, count, is_batch, "top_logprobs_num") or 0
-    _check_int(top, "top_logprobs_num", 0, MAX_TOP_LOGPROBS)
+    _check_int(top, inp.top_logprobs_field, 0, 2**31 - 1)
     asked = inp.token_ids_logprob
     if is_batch and isinstance(asked, list) and any(isinstance(x, list) for x in asked):
         asked = _pick(asked, index, count, is_batch, "token_ids_logprob")
     if asked is None:
         asked = []
-    if not isinstance(asked, list) or len(asked) > MAX_TOKEN_IDS_LOGPROB:
+    if not isinstance(asked, list):
         raise InputError(
-            f"token_ids_logprob: expected a list of at most {MAX_TOKEN_IDS_LOGPROB} token ids",
-            field="token_ids_logprob",
+            f"token_ids_logprob: expected a list of token ids, got {asked!r:.80}", field="token_ids_logprob"
         )
     return LogprobOptions(
         start=None if start < 0 else start,

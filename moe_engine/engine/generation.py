@@ -1,4 +1,8 @@
-"""One sequence on its way out: what the engine sends for it, gathered into text, tokens, log-probabilities, times."""
+"""One sequence on its way out: what the engine sends for it, gathered into text, tokens, log-probabilities, times.
+
+Work on an answer is done here, piece by piece as its reader asks for more: text is made of tokens, and
+log-probabilities are rendered in the form of the answer, once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from moe_engine.engine.generate_input import LogprobOptions
+from moe_engine.engine.logprob_format import Columns, LogprobFormat, extend, num_tokens
 from moe_engine.engine.messages import AddRequest, RequestDelta
 from moe_engine.tokenizer.assembler import TextAssembler
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -20,7 +24,7 @@ class Piece:
     generation: Generation
     text: str
     token_ids: list[int]
-    logprobs: list[Any]
+    logprobs: Columns
     finish: dict[str, Any] | None
 
 
@@ -34,6 +38,8 @@ class Generation:
         live: text is wanted while tokens come (a stream, or stop strings); otherwise it is made once, at the end.
         interval: tokens between two pieces of a stream.
         observed: metrics and request log hear of it.
+        logprobs: the form in which the answer shows log-probabilities; None: it shows none.
+        keep_logprobs: the whole answer shows them at its end, and not each piece its own alone.
     """
 
     def __init__(
@@ -44,7 +50,8 @@ class Generation:
         rid: str = "",
         index: int = 0,
         prompt_index: int = 0,
-        logprobs: LogprobOptions | None = None,
+        logprobs: LogprobFormat | None = None,
+        keep_logprobs: bool = True,
         tokenizer: Tokenizer | None = None,
         keep_special: frozenset[int] = frozenset(),
         live: bool = True,
@@ -61,14 +68,16 @@ class Generation:
         self.sampling = sampling
         self.index = index
         self.prompt_index = prompt_index
-        self.options = logprobs
+        self.logprob_format = logprobs
         self.observed = observed
         self.weight_version = weight_version
         self.tokenizer = tokenizer
         self.text = ""
         self.output_ids: list[int] = []
-        self.output_logprobs: list[Any] = []
-        self.prompt_logprobs: list[Any] = []
+        self.output_logprobs: Columns = []
+        self.prompt_logprobs: Columns = []
+        self._keep_logprobs = keep_logprobs
+        self._num_logprobs = 0
         self.finish: dict[str, Any] | None = None
         self.cached_tokens = 0
         self.retractions = 0
@@ -100,21 +109,21 @@ class Generation:
         self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
         self.queue_time = delta.queue_time
         self.speculation = delta.speculation
-        if delta.prompt_logprobs:
-            self.prompt_logprobs.extend(delta.prompt_logprobs)
-        ids, logprobs, finish = delta.token_ids, delta.logprobs or [], delta.finish
+        if delta.prompt_logprobs is not None and self.logprob_format is not None:
+            extend(self.prompt_logprobs, self.logprob_format.render(delta.prompt_logprobs))
+        ids, finish = delta.token_ids, delta.finish
         if self._no_output and (ids or finish):
-            ids, logprobs = [], []
+            ids = []
             if finish is None or finish["type"] != "abort":
                 finish = {"type": "length", "length": 0}
         text = ""
         if self._live and self._assembler is not None:
             text, used, matched = self._assemble(ids, finish)
             if matched is not None:
-                ids, logprobs = ids[:used], logprobs[:used]
+                ids = ids[:used]
                 finish = {"type": "stop", "matched": matched}
         self.output_ids.extend(ids)
-        self.output_logprobs.extend(logprobs)
+        logprobs = self._render(delta, len(ids))
         if finish is not None:
             self.finish, self.finished_at = finish, now
             if not self._live and self._assembler is not None:
@@ -124,6 +133,16 @@ class Generation:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
         self._note(text, ids, logprobs, finish)
+
+    def _render(self, delta: RequestDelta, count: int) -> Columns:
+        """Log-probabilities of the first `count` new tokens."""
+        if self.logprob_format is None or delta.logprobs is None or not count:
+            return []
+        columns = self.logprob_format.render(delta.logprobs.part(0, count))
+        self._num_logprobs += num_tokens(columns)
+        if self._keep_logprobs:
+            extend(self.output_logprobs, columns)
+        return columns
 
     def _assemble(self, ids: list[int], finish: dict[str, Any] | None) -> tuple[str, int, str | None]:
         """New text, tokens used, and the stop string found among them."""
@@ -140,14 +159,13 @@ class Generation:
             used = len(ids)
         return text, used, assembler.matched
 
-    def _note(self, text: str, ids: list[int], logprobs: list[Any], finish: dict[str, Any] | None) -> None:
+    def _note(self, text: str, ids: list[int], logprobs: Columns, finish: dict[str, Any] | None) -> None:
         if self._piece is None:
-            self._piece = Piece(self, text, list(ids), list(logprobs), finish)
-        else:
-            self._piece.text += text
-            self._piece.token_ids += ids
-            self._piece.logprobs += logprobs
-            self._piece.finish = finish
+            self._piece = Piece(self, "", [], [], None)
+        self._piece.text += text
+        self._piece.token_ids += ids
+        extend(self._piece.logprobs, logprobs)
+        self._piece.finish = finish
 
     def take_piece(self) -> Piece | None:
         """What is to be shown now; None while a stream interval is not full."""
@@ -165,18 +183,19 @@ class Generation:
         """The whole answer so far: {"text", "output_ids", "meta_info"}; no text without a tokenizer."""
         out: dict[str, Any] = {"text": self.text} if self.tokenizer is not None else {}
         out["output_ids"] = list(self.output_ids)  # the list grows on; what was given out must not
-        out["meta_info"] = self.meta_info(self.output_logprobs, with_prompt=True)
+        out["meta_info"] = self.meta_info() | self._logprob_info(self.prompt_logprobs, self.output_logprobs)
         return out
 
     def output_of(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
         """The answer's new part only, for incremental streams."""
         out: dict[str, Any] = {"text": piece.text} if self.tokenizer is not None else {}
         out["output_ids"] = piece.token_ids
-        out["meta_info"] = self.meta_info(piece.logprobs, with_prompt=with_prompt)
+        shown = self.prompt_logprobs if with_prompt else []
+        out["meta_info"] = self.meta_info() | self._logprob_info(shown, piece.logprobs)
         return out
 
-    def meta_info(self, output_logprobs: list[Any], *, with_prompt: bool) -> dict[str, Any]:
-        """`meta_info` as of now, with the given part of the output's log-probabilities."""
+    def meta_info(self) -> dict[str, Any]:
+        """`meta_info` as of now, without log-probabilities."""
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": self.finish,
@@ -196,28 +215,20 @@ class Generation:
             meta["dp_rank"] = self.request.routed_dp_rank
         if self.speculation is not None:
             meta |= _speculation_info(*self.speculation)
-        if self.options is not None:
-            self._add_logprobs(meta, self.options, output_logprobs, self.prompt_logprobs if with_prompt else [])
         return meta
 
-    def _add_logprobs(
-        self, meta: dict[str, Any], options: LogprobOptions, outputs: list[Any], prompts: list[Any]
-    ) -> None:
-        for side, entries in (("input", prompts), ("output", outputs)):
-            meta[f"{side}_token_logprobs"] = [self._entry(e[1], e[0]) for e in entries]
-            if options.top:
-                meta[f"{side}_top_logprobs"] = [self._rivals(e, 2) for e in entries]
-            if options.token_ids:
-                meta[f"{side}_token_ids_logprobs"] = [self._rivals(e, 3) for e in entries]
-        meta["output_token_logprobs_length"] = len(self.output_logprobs)
+    def logprob_fields(self, columns: Columns) -> dict[str, Any] | None:
+        """These log-probabilities as the answer shows them; None where the request asked for none."""
+        return None if self.logprob_format is None else self.logprob_format.fields(columns)
 
-    def _entry(self, logprob: float | None, token: int) -> list[Any]:
-        with_text = self.options is not None and self.options.with_text and self.tokenizer is not None
-        return [logprob, token, self.tokenizer.token_text(token) if with_text and self.tokenizer else None]
-
-    def _rivals(self, entry: list[Any], place: int) -> list[Any] | None:
-        """Log-probabilities of the best (place 2) or the asked (3) tokens; None where there are none."""
-        return [self._entry(logprob, token) for token, logprob in entry[place]] or None
+    def _logprob_info(self, prompts: Columns, outputs: Columns) -> dict[str, Any]:
+        """SGLang's fields of both sides."""
+        fields = {
+            f"{side}_{name}": value
+            for side, columns in (("input", prompts), ("output", outputs))
+            for name, value in (self.logprob_fields(columns) or {}).items()
+        }
+        return fields | {"output_token_logprobs_length": self._num_logprobs} if fields else {}
 
 
 def _speculation_info(verify_ct: int, proposed: int, histogram: list[int]) -> dict[str, Any]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from moe_engine.engine.messages import AddRequest, RequestDelta
 from moe_engine.engine.routing import Load
 from moe_engine.errors import EngineDeadError
+from moe_engine.types import PackedLogprobs
+
+MAX_ENTRIES = 1024
+"""Tokens, or with log-probabilities numbers, that `get` hands out at once: so much work is done on one request before
+other requests and health probes have their turn."""
 
 
 class Inbox:
-    """Pieces merge while the reader is slow.
+    """While the reader is slow, what arrives is merged and no work is done on it; it is handed out in bounded parts.
 
     It lives until the scheduler has ended the request, though its reader may have left before: until then the request
     is part of the scheduler's load, and what still arrives for it is known and dropped.
@@ -28,7 +34,8 @@ class Inbox:
         self.cached_tokens = 0
         self.abort_reason: str | None = None
         self.left = self.ended = False
-        self._delta: RequestDelta | None = None
+        self._limit = max(1, MAX_ENTRIES // (1 + request.top_logprobs + len(request.token_ids_logprob)))
+        self._parts: deque[_Part] = deque()
         self._error: str | None = None
         self._event = asyncio.Event()
         self._num_tokens = len(request.prompt_ids)
@@ -61,10 +68,10 @@ class Inbox:
         if self.left:
             return
         self.said += delta.token_ids
-        if self._delta is None:
-            self._delta = delta
-        else:
-            _merge(self._delta, delta)
+        for part in _prompt_parts(delta, self._limit):
+            self._parts.append(part)
+        if not (self._parts and self._parts[-1].take(delta, self._limit)):
+            self._parts.append(_Part(delta))
         self._event.set()
 
     def fail(self, error: str) -> None:
@@ -73,22 +80,62 @@ class Inbox:
         self._event.set()
 
     async def get(self) -> RequestDelta:
-        """What has arrived since the last call; waits for something."""
+        """The next part of what has arrived; waits for something. Other tasks run between two parts."""
+        if self._parts:
+            await asyncio.sleep(0)
         await self._event.wait()
-        if self._delta is None:
+        if not self._parts:
             raise EngineDeadError(self._error or "the engine is gone")
-        delta, self._delta = self._delta, None
-        if self._error is None:
+        part = self._parts.popleft()
+        if not self._parts and self._error is None:
             self._event.clear()
-        return delta
+        return part.merged()
 
 
-def _merge(into: RequestDelta, new: RequestDelta) -> None:
-    into.token_ids.extend(new.token_ids)
-    into.finish = new.finish
-    if new.logprobs is not None:
-        into.logprobs = (into.logprobs or []) + new.logprobs
-    if new.prompt_logprobs is not None:
-        into.prompt_logprobs = (into.prompt_logprobs or []) + new.prompt_logprobs
-    into.cached_tokens, into.retractions, into.queue_time = new.cached_tokens, new.retractions, new.queue_time
-    into.speculation = new.speculation
+class _Part:
+    """Deltas merged into one."""
+
+    __slots__ = ("_delta", "_logprobs")
+
+    def __init__(self, delta: RequestDelta) -> None:
+        self._delta = delta
+        self._logprobs = [] if delta.logprobs is None else [delta.logprobs]
+
+    def take(self, new: RequestDelta, limit: int) -> bool:
+        """Merges `new` unless the part would have more than `limit` tokens."""
+        delta = self._delta
+        if delta.prompt_logprobs is not None or len(delta.token_ids) + len(new.token_ids) > limit:
+            return False
+        delta.token_ids.extend(new.token_ids)
+        if new.logprobs is not None:
+            self._logprobs.append(new.logprobs)
+        delta.finish = new.finish
+        delta.cached_tokens, delta.retractions, delta.queue_time = new.cached_tokens, new.retractions, new.queue_time
+        delta.speculation = new.speculation
+        return True
+
+    def merged(self) -> RequestDelta:
+        if len(self._logprobs) > 1:
+            self._delta.logprobs = PackedLogprobs.join(self._logprobs)
+        return self._delta
+
+
+def _prompt_parts(delta: RequestDelta, limit: int) -> list[_Part]:
+    """Takes the prompt's log-probabilities out of a delta."""
+    block, delta.prompt_logprobs = delta.prompt_logprobs, None
+    if block is None:
+        return []
+    count = block.num_tokens
+    return [
+        _Part(
+            RequestDelta(
+                delta.rid,
+                [],
+                prompt_logprobs=block.part(start, min(start + limit, count)),
+                cached_tokens=delta.cached_tokens,
+                retractions=delta.retractions,
+                queue_time=delta.queue_time,
+            )
+        )
+        for start in range(0, count, limit)
+    ]

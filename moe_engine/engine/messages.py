@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from moe_engine.types import PackedLogprobs
+
 
 class Message(msgspec.Struct, tag_field="kind", array_like=False, omit_defaults=True):
     """Base of all messages."""
@@ -73,10 +75,10 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     rid: str
     token_ids: list[int]
     finish: dict[str, Any] | None = None
-    logprobs: list[Any] | None = None
-    """[token_id, logprob, [[id, logprob] of the best], [[id, logprob] of the asked ids]] for each new token."""
-    prompt_logprobs: list[Any] | None = None
-    """The same for prompt tokens, in order; may arrive in pieces before the first token."""
+    logprobs: PackedLogprobs | None = None
+    """Of the new tokens."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """Of prompt tokens, in order; may arrive in pieces before the first token."""
     cached_tokens: int = 0
     retractions: int = 0
     queue_time: float = 0.0

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +19,12 @@ import msgspec
 from moe_engine.engine.client_api import EngineInfo
 from moe_engine.engine.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
 from moe_engine.engine.generation import Generation
+from moe_engine.engine.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.engine.messages import AddRequest
 from moe_engine.errors import InputError
 from moe_engine.tokenizer.tokenizer import Tokenizer
+
+FormatOf = Callable[[LogprobOptions], LogprobFormat]
 
 THREAD_CHARS = 4096
 """Requests with more text or token ids are read in a thread, so that they do not hold up other requests."""
@@ -40,6 +43,12 @@ class FrontendSettings:
     weight_version: str = "default"
     preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
+    max_logprobs: int = 20
+    """Most that a request may ask for at each token, best ones or by id (`--max-logprobs`); -1: no limit."""
+    max_sequences: int | None = 16384
+    """Most sequences (prompts times n) of one request; None: no limit."""
+    max_prompt_tokens: int | None = 2**24
+    """Most prompt tokens of one request, those of each copy counted: about 40 bytes each in the engine's core."""
     random_seed: int = 0
     """Of the seeds that are drawn for requests without one (`--random-seed`)."""
 
@@ -97,25 +106,53 @@ class Preparer:
         Raises:
             InputError: naming the field at fault and how to mend it.
         """
-        prompts, is_batch = split_prompts(inp, self._settings.preferred_sampling_params)
+        settings = self._settings
+        prompts, is_batch = split_prompts(inp, settings.preferred_sampling_params, settings.max_sequences)
+        self._check_logprobs(inp, prompts)
         self._tokenize(inp, prompts)
+        self._check_total(inp, prompts)
         for i, prompt in enumerate(prompts):
             self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
         rest = replace(inp, text=None, input_ids=None, sampling_params=None, rid=None, extra_key=None)
         return ReadRequest(replace(rest, token_ids_logprob=None, top_logprobs_num=0), prompts, is_batch)
 
-    async def begin(self, read: ReadRequest) -> Job:
-        """The sequences of a request."""
+    async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
+        """The sequences of a request. `logprob_format`: of the answer; None: Python objects in SGLang's shape."""
+        formats = logprob_format or self._python_logprobs
         seeds = self._draw_seeds(read.prompts)  # before the first await: the order of the requests alone decides them
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(read.prompts):
             for copy in range(prompt.sampling.n):
                 seed = seeds[len(generations)]
-                generations.append(self._generation(read.inp, prompt, prompt_index, copy, len(generations), seed))
+                generations.append(
+                    self._generation(read.inp, prompt, prompt_index, copy, len(generations), seed, formats)
+                )
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1
         return Job(generations, is_list, read.inp.stream)
+
+    def _check_logprobs(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
+        limit = self._settings.max_logprobs
+        for options in {prompt.logprobs for prompt in prompts} if limit >= 0 else ():
+            if options is None:
+                continue
+            for where, count in ((inp.top_logprobs_field, options.top), ("token_ids_logprob", len(options.token_ids))):
+                if count > limit:
+                    raise InputError(
+                        f"{where}: {count} log-probabilities at each token are more than the {limit} that this server "
+                        "gives; ask for fewer, or start it with a higher --max-logprobs",
+                        field=where,
+                    )
+
+    def _check_total(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
+        limit, total = self._settings.max_prompt_tokens, sum(len(p.ids) * p.sampling.n for p in prompts)
+        if limit is not None and total > limit:
+            where = inp.ids_field if inp.text is None else inp.text_field
+            raise InputError(
+                f"{where}: {total} prompt tokens, counting those of all n copies; send at most {limit} in one request",
+                field=where,
+            )
 
     def _tokenize(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         texts = [p.text for p in prompts if p.text is not None]
@@ -202,7 +239,14 @@ class Preparer:
         return seeds
 
     def _generation(
-        self, inp: GenerateInput, prompt: Prompt, prompt_index: int, copy: int, index: int, seed: int
+        self,
+        inp: GenerateInput,
+        prompt: Prompt,
+        prompt_index: int,
+        copy: int,
+        index: int,
+        seed: int,
+        formats: FormatOf,
     ) -> Generation:
         sampling, options = prompt.sampling, prompt.logprobs
         rid = prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}"
@@ -228,7 +272,8 @@ class Preparer:
             rid=rid,
             index=index,
             prompt_index=prompt_index,
-            logprobs=options,
+            logprobs=None if options is None else formats(options),
+            keep_logprobs=not inp.stream or (inp.cumulative and not self._settings.incremental_streaming_output),
             tokenizer=self._tokenizer,
             keep_special=inp.keep_special,
             live=inp.stream,
@@ -238,6 +283,9 @@ class Preparer:
             observed=inp.log_metrics,
             weight_version=self._settings.weight_version,
         )
+
+    def _python_logprobs(self, options: LogprobOptions) -> LogprobFormat:
+        return PythonLogprobs(options, self._tokenizer.token_text if self._tokenizer is not None else None)
 
 
 def _size(inp: GenerateInput) -> int:

@@ -110,5 +110,6 @@ def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
         allow_auto_truncate=server.allow_auto_truncate,
         weight_version=server.weight_version,
         preferred_sampling_params=json.loads(server.preferred_sampling_params),
+        max_logprobs=server.max_logprobs,
         random_seed=config.random_seed,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_engine.types import FinishReason, Request, TokenLogprob
+from moe_engine.types import FinishReason, PackedLogprobs, Request
 
 
 class RequestTiming(NamedTuple):
@@ -38,8 +38,8 @@ class RequestEvent(NamedTuple):
     num_output: int
     cached_tokens: int
     retractions: int
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
+    logprobs: PackedLogprobs | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     timing: RequestTiming | None = None
     speculation: SpecCounts | None = None
 
@@ -49,8 +49,8 @@ def finish_event(
     reason: FinishReason,
     now: float,
     token_ids: list[int],
-    logprobs: list[TokenLogprob] | None = None,
-    prompt_logprobs: list[TokenLogprob] | None = None,
+    logprobs: PackedLogprobs | None = None,
+    prompt_logprobs: PackedLogprobs | None = None,
 ) -> RequestEvent:
     """The last event of a request."""
     timing = RequestTiming(request.queued_at, request.first_scheduled, request.first_token_at, now)

@@ -10,7 +10,7 @@ from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import check_fits, end_ids
 from moe_engine.scheduler.memory import RequestMemory
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
-from moe_engine.types import FinishReason, Request, RowWrite, Status, TokenLogprob
+from moe_engine.types import FinishReason, PackedLogprobs, Request, RowWrite, Status
 
 QUEUE_FULL = "The request queue is full."
 
@@ -33,7 +33,8 @@ class RequestBook:
         self.row_writes: list[RowWrite] = []
         self.finished_rows: list[int] = []
         self.aborting: list[Request] = []
-        self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[str, list[PackedLogprobs]] = {}
+        """Chunk by chunk, of prompts that are being computed."""
         self.num_left = 0
         """How many requests have given up their row so far; tells that it is worth looking for room again."""
         self._seq = 0
@@ -46,6 +47,11 @@ class RequestBook:
     def in_rows(self) -> list[Request]:
         """Requests that can step back (complete only when no step is in flight)."""
         return self.decodes if self.chunked is None else [*self.decodes, self.chunked.request]
+
+    def take_prompt_logprobs(self, rid: str) -> PackedLogprobs | None:
+        """All that have come of a prompt."""
+        parts = self.prompt_logprobs.pop(rid, None)
+        return PackedLogprobs.join(parts) if parts else None
 
     # -- entering
 
@@ -98,7 +104,7 @@ class RequestBook:
         events = []
         for request in self.aborting:
             if request.finish_reason is None and request.to_abort is not None:
-                prompt_logprobs = self.prompt_logprobs.get(request.rid)
+                prompt_logprobs = self.take_prompt_logprobs(request.rid)
                 self.end_running(request, request.to_abort)
                 events.append(finish_event(request, request.to_abort, now, [], None, prompt_logprobs))
         if self.aborting:

@@ -7,7 +7,7 @@ from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import take_tokens
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.request_book import RequestBook
-from moe_engine.types import FinishReason, Request, StepResult, TokenLogprob
+from moe_engine.types import FinishReason, PackedLogprobs, Request, StepResult
 
 _ANY_ID = 1 << 62
 
@@ -61,8 +61,10 @@ def read_result(
             kept, reason = _take_several(request, tokens, vocab)
         if depth and fates is not None:
             fates.append(_judge_drafts(request, depth, len(tokens), len(kept), ended=reason is not None))
-        mine = logprobs[i][: len(kept)] if logprobs else None
-        prompt = waiting_logprobs.pop(request.rid, None) if waiting_logprobs else None
+        mine = logprobs[i] if logprobs else None
+        if mine is not None:
+            mine = mine.part(0, len(kept)) if kept else None
+        prompt = book.take_prompt_logprobs(request.rid) if waiting_logprobs else None
         if reason is not None:
             book.end_running(request, reason)
             some_ended = True
@@ -83,7 +85,7 @@ def read_result(
         )
     for request in record.ended:
         if request.row >= 0 and request.to_abort is None:
-            prompt = waiting_logprobs.pop(request.rid, None)
+            prompt = book.take_prompt_logprobs(request.rid)
             reason = FinishReason("length", length=len(request.output_ids))
             book.end_running(request, reason)
             some_ended = True
@@ -118,9 +120,9 @@ def _judge_drafts(request: Request, depth: int, brought: int, kept: int, *, ende
     return judged, good
 
 
-def _keep_prompt_logprobs(book: RequestBook, record: StepRecord, by_row: dict[int, list[TokenLogprob]]) -> None:
-    """They come chunk by chunk and are told once, with the first token."""
+def _keep_prompt_logprobs(book: RequestBook, record: StepRecord, by_row: dict[int, PackedLogprobs]) -> None:
+    """They come chunk by chunk and are reported once, with the first token."""
     for row, logprobs in by_row.items():
         request = record.prefilled.get(row)
         if request is not None and request.row >= 0:
-            book.prompt_logprobs.setdefault(request.rid, []).extend(logprobs)
+            book.prompt_logprobs.setdefault(request.rid, []).append(logprobs)

@@ -52,7 +52,7 @@ class NativeApi:
 
     async def generate(self, request: Request) -> Response:
         plan = await self._state.bodies.plan(request, "generate")
-        job = await self._state.frontend.begin(plan.read)
+        job = await self._state.frontend.begin(plan.read, self._state.token_json.native)
         if job.stream:
             return EventStream(self._events(job), native_body)
         await unless_gone(request, self._state.frontend.collect(job))

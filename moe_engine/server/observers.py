@@ -55,7 +55,7 @@ class RequestLog:
         pass
 
     def finished(self, generation: Generation) -> None:
-        facts: dict[str, Any] = {"rid": generation.rid, "meta_info": generation.meta_info([], with_prompt=False)}
+        facts: dict[str, Any] = {"rid": generation.rid, "meta_info": generation.meta_info()}
         if self._level >= 2:
             facts["text"] = self._cut(generation.text)
         logger.info("Finish: %s", facts)

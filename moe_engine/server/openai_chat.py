@@ -12,17 +12,16 @@ from fastapi import Request, Response
 from moe_engine.engine.frontend import Job
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation
+from moe_engine.engine.logprob_format import Columns
 from moe_engine.errors import InputError
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
 from moe_engine.server.http_io import EventStream, json_response, sse, unless_gone
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions, parser_options
-from moe_engine.server.openai_common import chat_logprobs, matched_stop, usage_of
+from moe_engine.server.openai_common import matched_stop, usage_of
 from moe_engine.server.openai_messages import check_tools, render_prompt
 from moe_engine.server.openai_types import ChatRequest, answer_fields, parse_openai_sampling, parse_request
 from moe_engine.server.state import ServerState
-
-MAX_TOP_LOGPROBS = 100
 
 
 class ChatApi:
@@ -32,7 +31,7 @@ class ChatApi:
     async def chat_completions(self, request: Request) -> Response:
         plan = await self._state.bodies.plan(request, "chat_completions")
         req, model, parsers = plan.options
-        job = await self._state.frontend.begin(plan.read)
+        job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
         if req.stream:
             return EventStream(self._events(req, job, model, parsers), openai_body)
         await unless_gone(request, self._state.frontend.collect(job))
@@ -74,8 +73,6 @@ class ChatApi:
 
     def _input(self, req: ChatRequest, prompt: str, parsers: ParserOptions) -> GenerateInput:
         top = req.top_logprobs or 0
-        if not 0 <= top <= MAX_TOP_LOGPROBS:
-            raise InputError(f"top_logprobs: must be in [0, {MAX_TOP_LOGPROBS}], got {top}", field="top_logprobs")
         if top and not req.logprobs:
             raise InputError("top_logprobs: needs logprobs: true", field="top_logprobs")
         length_field = "max_tokens" if req.max_completion_tokens is None else "max_completion_tokens"
@@ -97,6 +94,8 @@ class ChatApi:
             routed_dp_rank=req.data_parallel_rank if req.routed_dp_rank is None else req.routed_dp_rank,
             return_logprob=bool(req.logprobs),
             top_logprobs_num=top,
+            top_logprobs_field="top_logprobs",
+            cumulative=False,
         )
 
     def _usage(self, generations: list[Generation], parsers: ParserOptions) -> dict[str, Any]:
@@ -105,9 +104,6 @@ class ChatApi:
             cache_report=self._state.settings.enable_cache_report,
             reasoning_tokens=sum(parsers.count_reasoning(g.output_ids) for g in generations),
         )
-
-    def _logprobs(self, req: ChatRequest, entries: list[Any]) -> dict[str, Any] | None:
-        return chat_logprobs(self._state.tokenizer(), entries) if req.logprobs else None
 
     def _answer(self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions) -> dict[str, Any]:
         choices = []
@@ -118,7 +114,7 @@ class ChatApi:
                 {
                     "index": g.index,
                     "message": message,
-                    "logprobs": self._logprobs(req, g.output_logprobs),
+                    "logprobs": g.logprob_fields(g.output_logprobs),
                     "finish_reason": parser.finish_reason(g.finish),
                     "matched_stop": matched_stop(g.finish),
                 }
@@ -143,11 +139,13 @@ class ChatApi:
         options = req.stream_options
         continuous = bool(options and options.continuous_usage_stats)
 
-        def event(g: Generation, delta: dict[str, Any], finish: str | None = None, entries: Any = None) -> bytes:
+        def event(
+            g: Generation, delta: dict[str, Any], finish: str | None = None, entries: Columns | None = None
+        ) -> bytes:
             choice = {
                 "index": g.index,
                 "delta": delta,
-                "logprobs": self._logprobs(req, entries) if entries else None,
+                "logprobs": g.logprob_fields(entries) if entries else None,
                 "finish_reason": finish,
                 "matched_stop": matched_stop(g.finish) if finish else None,
             }
@@ -167,7 +165,7 @@ class ChatApi:
                 deltas = parser.push(piece.text)
                 if piece.finish is not None:
                     deltas += parser.finish()
-                if entries and req.logprobs and not deltas:
+                if entries and not deltas:
                     deltas = [{"content": ""}]
                 for delta in deltas:
                     yield event(g, delta, entries=entries)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_engine.engine.generation import Generation
-from moe_engine.tokenizer.tokenizer import Tokenizer
 
 
 def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning_tokens: int = 0) -> dict[str, Any]:
@@ -30,33 +29,3 @@ def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning
 
 def matched_stop(finish: dict[str, Any] | None) -> int | str | None:
     return finish.get("matched") if finish else None
-
-
-def chat_logprobs(tokenizer: Tokenizer, entries: list[Any]) -> dict[str, Any]:
-    """`logprobs` of a chat choice: [{token, bytes, logprob, top_logprobs}]."""
-
-    def one(token: int, logprob: float | None) -> dict[str, Any]:
-        return {
-            "token": tokenizer.token_text(token),
-            "bytes": list(tokenizer.token_bytes(token)),
-            "logprob": logprob if logprob is not None else 0.0,
-        }
-
-    return {
-        "content": [
-            {**one(entry[0], entry[1]), "top_logprobs": [one(token, value) for token, value in entry[2]]}
-            for entry in entries
-        ]
-    }
-
-
-def completion_logprobs(tokenizer: Tokenizer, entries: list[Any]) -> dict[str, Any]:
-    """`logprobs` of a plain completion: parallel lists. Offsets are -1, as SGLang has them."""
-    return {
-        "tokens": [tokenizer.token_text(entry[0]) for entry in entries],
-        "token_logprobs": [entry[1] for entry in entries],
-        "top_logprobs": [
-            {tokenizer.token_text(token): value for token, value in entry[2]} if entry[2] else None for entry in entries
-        ],
-        "text_offset": [-1] * len(entries),
-    }

@@ -12,16 +12,16 @@ from fastapi import Request, Response
 from moe_engine.engine.frontend import Job
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.engine.generation import Generation
+from moe_engine.engine.logprob_format import Columns, joined
 from moe_engine.errors import InputError
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
 from moe_engine.server.http_io import EventStream, json_response, sse, unless_gone
-from moe_engine.server.openai_common import completion_logprobs, matched_stop, usage_of
+from moe_engine.server.openai_common import matched_stop, usage_of
 from moe_engine.server.openai_types import CompletionRequest, answer_fields, parse_openai_sampling, parse_request
 from moe_engine.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
-MAX_LOGPROBS = 100
 
 
 class CompletionsApi:
@@ -31,7 +31,7 @@ class CompletionsApi:
     async def completions(self, request: Request) -> Response:
         plan = await self._state.bodies.plan(request, "completions")
         req, model = plan.options
-        job = await self._state.frontend.begin(plan.read)
+        job = await self._state.frontend.begin(plan.read, self._state.token_json.completion)
         if req.stream:
             return EventStream(self._events(req, job, model), openai_body)
         await unless_gone(request, self._state.frontend.collect(job))
@@ -64,8 +64,6 @@ class CompletionsApi:
                 field="best_of",
             )
         max_tokens = DEFAULT_MAX_TOKENS if req.max_tokens is None else req.max_tokens
-        if req.logprobs is not None and not 0 <= req.logprobs <= MAX_LOGPROBS:
-            raise InputError(f"logprobs: must be in [0, {MAX_LOGPROBS}], got {req.logprobs}", field="logprobs")
         return GenerateInput(
             text=prompt if is_text else None,
             input_ids=None if is_text else prompt,
@@ -83,16 +81,15 @@ class CompletionsApi:
             return_logprob=req.logprobs is not None,
             logprob_start_len=0 if req.echo else -1,
             top_logprobs_num=req.logprobs or 0,
+            top_logprobs_field="logprobs",
+            cumulative=False,
         )
 
-    def _choice(
-        self, req: CompletionRequest, g: Generation, text: str, entries: list[Any], finish: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        logprobs = completion_logprobs(self._state.tokenizer(), entries) if req.logprobs is not None else None
+    def _choice(self, g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "index": g.index,
             "text": text,
-            "logprobs": logprobs,
+            "logprobs": g.logprob_fields(entries),
             "finish_reason": finish["type"] if finish else None,
             "matched_stop": matched_stop(finish),
         }
@@ -105,8 +102,8 @@ class CompletionsApi:
         for g in job.generations:
             text, entries = g.text, g.output_logprobs
             if req.echo:
-                text, entries = (g.prompt_text or "") + text, g.prompt_logprobs + entries
-            choices.append(self._choice(req, g, text, entries, g.finish))
+                text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
+            choices.append(self._choice(g, text, entries, g.finish))
         usage = usage_of(job.generations, cache_report=self._state.settings.enable_cache_report)
         return self._head(job, model) | {
             "choices": choices,
@@ -126,10 +123,10 @@ class CompletionsApi:
                 if g.index not in begun:
                     begun.add(g.index)
                     if req.echo:
-                        text, entries = (g.prompt_text or "") + text, g.prompt_logprobs + entries
-                if not (text or piece.finish or (entries and req.logprobs is not None)):
+                        text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
+                if not (text or piece.finish or entries):
                     continue
-                chunk = head | {"choices": [self._choice(req, g, text, entries, piece.finish)]}
+                chunk = head | {"choices": [self._choice(g, text, entries, piece.finish)]}
                 if continuous:
                     chunk["usage"] = usage_of([g], cache_report=report)
                 yield sse(chunk)

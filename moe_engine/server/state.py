@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from moe_engine.engine.client_api import EngineClient, Health
 from moe_engine.engine.frontend import Frontend
 from moe_engine.errors import InputError
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.errors import ModelNotFoundError
+from moe_engine.server.logprob_json import TokenJson
 from moe_engine.server.settings import ServerSettings
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -38,6 +40,11 @@ class ServerState:
         if model is None or model in ("default", self.model_name, self.client.info.model_path):
             return model or self.model_name
         raise ModelNotFoundError(model, self.model_name)
+
+    @cached_property
+    def token_json(self) -> TokenJson:
+        """For answers with log-probabilities."""
+        return TokenJson(self.frontend.tokenizer)
 
     def tokenizer(self) -> Tokenizer:
         if self.frontend.tokenizer is None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.types import LogprobSpec, TokenLogprob
+from moe_engine.types import LogprobSpec, PackedLogprobs
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.rows import PromptLogprobs
 
@@ -70,47 +71,70 @@ class PendingLogprobs:
         values = [tensors.tokens, tensors.chosen, tensors.top, tensors.top_ids, tensors.asked]
         return cls(specs, stream.download([*values, *(tensors.drafts or ())]), places)
 
-    def take(self) -> list[TokenLogprob]:
-        """Of the tokens that were drawn."""
-        return self._entries(list(range(len(self.specs))), None)
+    def take(self) -> list[PackedLogprobs]:
+        """Of the token drawn at each row."""
+        arrays, _ = self._arrays()
+        return [_pack(arrays, i, i + 1, spec) for i, spec in enumerate(self.specs)]
 
-    def take_some(self, accepted: Mapping[int, int]) -> dict[int, TokenLogprob]:
+    def take_as_one(self) -> PackedLogprobs:
+        """Of all rows together, which have one spec."""
+        return _pack(self._arrays()[0], 0, len(self.specs), self.specs[0])
+
+    def take_some(self, accepted: Mapping[int, int]) -> dict[int, PackedLogprobs]:
         """By row of the step, of the tokens accepted[row]: the one drawn there, or a draft below it."""
-        at = [i for i, place in enumerate(self.places) if place in accepted]
-        places = [self.places[i] for i in at]
-        return dict(zip(places, self._entries(at, [accepted[place] for place in places])))
+        arrays, drafts = self._arrays()
+        tokens, chosen = arrays[:2]
+        found = {}
+        for i, place in enumerate(self.places):
+            if place not in accepted:
+                continue
+            if accepted[place] != tokens[i]:
+                ids, values = drafts
+                tokens[i], chosen[i] = accepted[place], values[i][ids[i].tolist().index(accepted[place])]
+            found[place] = _pack(arrays, i, i + 1, self.specs[i])
+        return found
 
-    def _entries(self, at: list[int], accepted: list[int] | None) -> list[TokenLogprob]:
-        values = self.copy.wait()
-        if accepted is not None:
-            values = [tensor[at] for tensor in values]
-        tokens, chosen, top, top_ids, asked, *drafts = (tensor.tolist() for tensor in values)
-        for i, token in enumerate(accepted or ()):
-            if token != tokens[i]:
-                tokens[i], chosen[i] = token, drafts[1][i][drafts[0][i].index(token)]
-        return [
-            TokenLogprob(
-                token_id=tokens[i],
-                logprob=chosen[i],
-                top=tuple(zip(top_ids[i][: spec.top], top[i][: spec.top])),
-                token_ids=tuple(zip(spec.token_ids, asked[i])),
-            )
-            for i, spec in enumerate(self.specs[place] for place in at)
-        ]
+    def _arrays(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Those of `LogprobTensors`, the drafts' apart."""
+        tokens, chosen, top, top_ids, asked, *drafts = (np.array(tensor) for tensor in self.copy.wait())
+        return [tokens.astype(np.int32), chosen, top_ids.astype(np.int32), top, asked], drafts
+
+
+def _pack(arrays: list[np.ndarray], start: int, stop: int, spec: LogprobSpec) -> PackedLogprobs:
+    """The rows [start, stop) of tokens [S], chosen [S], top_ids [S, K], top [S, K] and asked [S, J]."""
+    tokens, chosen, top_ids, top, asked = (array[start:stop] for array in arrays)
+    best, num_asked = spec.top, len(spec.token_ids)
+    return PackedLogprobs(
+        tokens.tobytes(),
+        chosen.tobytes(),
+        top_ids[:, :best].tobytes(),
+        top[:, :best].tobytes(),
+        asked[:, :num_asked].tobytes(),
+    )
+
+
+def _nothing_computed(tokens: list[int], spec: LogprobSpec, vocab_size: int) -> PackedLogprobs:
+    best = len(tokens) * min(spec.top, vocab_size)
+    return PackedLogprobs(
+        np.array(tokens, dtype=np.int32).tobytes(),
+        np.full(len(tokens), np.nan, dtype=np.float32).tobytes(),
+        np.zeros(best, dtype=np.int32).tobytes(),
+        np.full(best, np.nan, dtype=np.float32).tobytes(),
+        np.full(len(tokens) * len(spec.token_ids), np.nan, dtype=np.float32).tobytes(),
+    )
 
 
 @dataclass
 class PendingPrompt:
-    """The part of a prompt's log-probabilities that one step brings: entries without a value, then `pieces`."""
+    """The part of a prompt's log-probabilities that one step brings: `begin`, then `pieces`."""
 
     row: int
-    unknown: list[int]
-    """Prompt tokens whose logits were not computed: the first of a prompt, or one at the end of a cached prefix."""
+    begin: list[PackedLogprobs]
+    """Of prompt tokens whose logits were not computed: the first of a prompt, or one at the end of a cached prefix."""
     pieces: list[PendingLogprobs] = field(default_factory=list)
 
-    def take(self) -> list[TokenLogprob]:
-        entries = [TokenLogprob(token, None) for token in self.unknown]
-        return entries + [entry for piece in self.pieces for entry in piece.take()]
+    def take(self) -> PackedLogprobs:
+        return PackedLogprobs.join([*self.begin, *(piece.take_as_one() for piece in self.pieces)])
 
 
 def prompt_logprobs(
@@ -120,6 +144,7 @@ def prompt_logprobs(
     hidden: Tensor,
     logits_of: Callable[[Tensor], Tensor],
     rows_at_once: int,
+    vocab_size: int,
     stream: DeviceStream,
 ) -> PendingPrompt | None:
     """Log-probabilities that the computed positions [start, start + len(hidden)) give: of the tokens one further.
@@ -131,9 +156,9 @@ def prompt_logprobs(
     """
     spec = wanted.spec
     assert spec.start is not None
-    unknown: list[int] = []
-    if start == wanted.num_cached and spec.start <= start:
-        unknown = wanted.prompt[spec.start : start + 1]
+    unknown: list[PackedLogprobs] = []
+    if start == wanted.num_cached and spec.start <= start and wanted.prompt[spec.start : start + 1]:
+        unknown = [_nothing_computed(wanted.prompt[spec.start : start + 1], spec, vocab_size)]
     first = max(start, spec.start - 1)
     end = min(start + hidden.shape[0], len(wanted.prompt) - 1)
     if first >= end:

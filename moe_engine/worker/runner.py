@@ -18,7 +18,7 @@ from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch, Model, TakesTurns
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import Speculation, StepPlan, StepResult, TokenLogprob
+from moe_engine.types import PackedLogprobs, Speculation, StepPlan, StepResult
 from moe_engine.worker.batch_builder import BatchBuilder
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.kv_pool import KVPool
@@ -69,12 +69,12 @@ class PendingStep:
 
     def take(self) -> StepResult:
         tokens = [[token] for token in self.tokens.wait()[0].tolist()]
-        logprobs: list[list[TokenLogprob]] | None = None
+        logprobs: list[PackedLogprobs | None] | None = None
         if self.logprobs:
-            logprobs = [[] for _ in tokens]
+            logprobs = [None] * len(tokens)
             for piece in self.logprobs:
-                for place, entry in zip(piece.places, piece.take()):
-                    logprobs[place] = [entry]
+                for place, packed in zip(piece.places, piece.take()):
+                    logprobs[place] = packed
         prompts = {pending.row: pending.take() for pending in self.prompts} or None
         return StepResult(self.number, self.rows, tokens, logprobs, prompts, self.seconds, cuda_graph=self.cuda_graph)
 
@@ -356,7 +356,14 @@ class ModelRunner:
             begin = int(batch.offsets[i])
             states = hidden[begin : begin + plan.counts[i]]
             found = prompt_logprobs(
-                plan.rows[i], wanted, plan.starts[i], states, logits_of, self.sampler.passes.rows_at_once, self.stream
+                plan.rows[i],
+                wanted,
+                plan.starts[i],
+                states,
+                logits_of,
+                self.sampler.passes.rows_at_once,
+                self.rows.vocab_size,
+                self.stream,
             )
             if found is not None:
                 pending.append(found)

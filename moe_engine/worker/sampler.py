@@ -84,9 +84,7 @@ class Sampler:
     def draw(self, head: Head, hidden: Tensor, sampled: SampledRows, sizes: StepSizes | None = None) -> Tensor:
         """hidden [S, D] -> tokens [S], as `sample` with the logits that the head gives. `sizes` as the head takes
         them."""
-        drawn = self.passes.over(
-            head, hidden, sizes, lambda part, logits: self.sample(logits, sampled.part(part))
-        )
+        drawn = self.passes.over(head, hidden, sizes, lambda part, logits: self.sample(logits, sampled.part(part)))
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def probabilities(self, logits: Tensor, sampled: SampledRows, tokens: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from moe_engine.engine.status_board import StatusBoard
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.worker.worker import Worker
+from tests.logprobs import unpack
 
 
 @dataclass
@@ -79,8 +80,8 @@ class ScriptedPort:
             answer = self.answers[delta.rid]
             assert answer.finish is None, f"{delta.rid} got something after its end"
             answer.token_ids += delta.token_ids
-            answer.logprobs += delta.logprobs or []
-            answer.prompt_logprobs += delta.prompt_logprobs or []
+            answer.logprobs += unpack(delta.logprobs)
+            answer.prompt_logprobs += unpack(delta.prompt_logprobs)
             answer.finish = delta.finish
             answer.retractions = delta.retractions
             answer.cached_tokens = delta.cached_tokens

@@ -11,7 +11,8 @@ from sched_simulator import EOS, Simulation, expected_outputs, make_request
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.scheduler import NEEDS_DRAIN, PlanFacts, RequestEvent, Scheduler, SchedulerConfig
 from moe_engine.scheduler.log_lines import decode_line, prefill_line, retract_line
-from moe_engine.types import LogprobSpec, Request, SamplingParams, StepPlan, StepResult, TokenLogprob
+from moe_engine.types import LogprobSpec, Request, SamplingParams, StepPlan, StepResult
+from tests.logprobs import Entry, pack
 
 
 def scheduler(**changes: object) -> Scheduler:
@@ -208,9 +209,9 @@ def test_cached_tokens_and_prompt_logprob_limit() -> None:
     s.add(wants)
     made = plan(s)
     assert made.starts == [7], "the logits at 7 give the log-probability of token 8"
-    told = [TokenLogprob(5, -1.0)] * 12
-    (event,) = s.update(StepResult(made.number, made.rows, [[9]], [[TokenLogprob(9, -2.0)]], {made.rows[0]: told}))
-    assert event.prompt_logprobs == told and event.logprobs == [TokenLogprob(9, -2.0)]
+    of_prompt, of_token = pack([Entry(5, -1.0)] * 12), pack([Entry(9, -2.0)])
+    (event,) = s.update(StepResult(made.number, made.rows, [[9]], [of_token], {made.rows[0]: of_prompt}))
+    assert event.prompt_logprobs == of_prompt and event.logprobs == of_token
 
 
 def test_running_requests_get_a_turn_between_many_prompts() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from moe_engine.engine.client_api import EngineInfo, Health
 from moe_engine.engine.messages import AddRequest, RequestDelta
 from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.types import PackedLogprobs
+from tests.logprobs import Entry, pack
 from tests.tokenizer.tiny_tokenizer import SPECIALS, make_tokenizer
 
 INFO = EngineInfo(
@@ -89,11 +91,9 @@ class FakeClient:
         tokens = self.script(request)
         prompt_logprobs = None
         if request.return_logprob and request.logprob_start is not None:
-            prompt_logprobs = [
-                self._logprob(request, t, first=i == 0)
-                for i, t in enumerate(request.prompt_ids)
-                if i >= request.logprob_start
-            ]
+            prompt_logprobs = self._logprobs(
+                request, request.prompt_ids[request.logprob_start :], first=request.logprob_start == 0
+            )
         sent = 0
         ends = (*self.info.eos_token_ids, *request.sampling["stop_token_ids"])
         step = 0
@@ -111,15 +111,22 @@ class FakeClient:
                     finish = {"type": "stop", "matched": ids[-1]}
                 elif sent >= request.max_new_tokens:
                     finish = {"type": "length", "length": sent}
-            logprobs = [self._logprob(request, t) for t in ids] if request.return_logprob else None
+            logprobs = self._logprobs(request, ids) if request.return_logprob else None
             yield RequestDelta(request.rid, ids, finish, logprobs, prompt_logprobs, cached_tokens=2, queue_time=0.25)
             prompt_logprobs = None
             if finish is not None:
                 return
 
-    def _logprob(self, request: AddRequest, token: int, *, first: bool = False) -> list[Any]:
-        top = [[token + i, -0.5 - i] for i in range(request.top_logprobs)]
-        return [token, None if first else -0.5, top, [[t, -3.0] for t in request.token_ids_logprob]]
+    def _logprobs(self, request: AddRequest, tokens: list[int], *, first: bool = False) -> PackedLogprobs:
+        """`first`: the first token is that of a prompt, of which nothing is computed."""
+        best, asked = request.top_logprobs, len(request.token_ids_logprob)
+        vocab = self.info.vocab_size
+        entries = [
+            Entry(t, -0.5, tuple(((t + i) % vocab, -0.5 - i) for i in range(best)), (-3.0,) * asked) for t in tokens
+        ]
+        if first:
+            entries[0] = Entry(tokens[0], None)
+        return pack(entries, best, asked)
 
     def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
         self.aborts += [clients_id(request) for request in self.requests if request.rid in rids]

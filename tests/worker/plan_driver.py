@@ -10,8 +10,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, StepPlan, StepResult, TokenLogprob
+from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, StepPlan, StepResult
 from moe_engine.worker.kv_pool import KVPool
+from tests.logprobs import Entry, unpack
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -25,8 +26,8 @@ class Sequence_:
     logprobs: LogprobSpec | None = None
     eos: frozenset[int] = frozenset()
     outputs: list[int] = field(default_factory=list)
-    output_logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    output_logprobs: list[Entry] = field(default_factory=list)
+    prompt_logprobs: list[Entry] = field(default_factory=list)
     row: int = -1
     slots: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -132,10 +133,10 @@ class PlanDriver:
             s.outputs.extend(result.tokens[i])
             s.entered = True
             if result.logprobs is not None:
-                s.output_logprobs.extend(result.logprobs[i])
+                s.output_logprobs.extend(unpack(result.logprobs[i]))
         by_row = {s.row: s for s in self._live}
         for row, entries in (result.prompt_logprobs or {}).items():
-            by_row[row].prompt_logprobs.extend(entries)
+            by_row[row].prompt_logprobs.extend(unpack(entries))
         for s in sampling:
             if s.done:
                 self._leave(s, keep=0)

@@ -9,6 +9,7 @@ from moe_engine.types import LogprobSpec
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
 from moe_engine.worker.rows import PromptLogprobs
+from tests.logprobs import unpack
 
 STREAM = DeviceStream("cpu")
 VOCAB = 50
@@ -18,7 +19,8 @@ def test_tokens_rivals_and_asked_ids() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     tokens = torch.tensor([4, 49, 0, 7])
     specs = [LogprobSpec(None, 0), LogprobSpec(None, 3), LogprobSpec(None, 50), LogprobSpec(None, 0, (9, 9, 1))]
-    entries = PendingLogprobs.start(token_logprobs(logits, tokens, specs, STREAM), specs, STREAM).take()
+    blocks = PendingLogprobs.start(token_logprobs(logits, tokens, specs, STREAM), specs, STREAM).take()
+    entries = [entry for block in blocks for entry in unpack(block)]
     expected = torch.log_softmax(logits, -1)
     for i, (entry, spec) in enumerate(zip(entries, specs)):
         assert entry.token_id == tokens[i]
@@ -26,8 +28,8 @@ def test_tokens_rivals_and_asked_ids() -> None:
         order = expected[i].argsort(descending=True)[: spec.top].tolist()
         assert [t for t, _ in entry.top] == order
         assert [v for _, v in entry.top] == pytest.approx(expected[i, order].tolist(), abs=1e-6)
-        assert [t for t, _ in entry.token_ids] == list(spec.token_ids)
-        assert [v for _, v in entry.token_ids] == pytest.approx(expected[i, list(spec.token_ids)].tolist(), abs=1e-6)
+        assert len(entry.asked) == len(spec.token_ids)
+        assert entry.asked == pytest.approx(expected[i, list(spec.token_ids)].tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
@@ -49,7 +51,7 @@ def test_prompt_in_chunks(rows_at_once: int, start: int, cached: int) -> None:
         found = prompt_logprobs(6, wanted, begin, hidden[begin:end], logits_of, rows_at_once, STREAM)
         if found is not None:
             assert found.row == 6
-            entries.extend(found.take())
+            entries.extend(unpack(found.take()))
     assert [e.token_id for e in entries] == prompt[start:]
     expected = hidden.log_softmax(-1)
     for position, entry in enumerate(entries, start):
@@ -57,5 +59,5 @@ def test_prompt_in_chunks(rows_at_once: int, start: int, cached: int) -> None:
             assert entry.logprob is None
         else:
             assert entry.logprob == pytest.approx(expected[position - 1, prompt[position]].item(), abs=1e-6)
-            assert len(entry.top) == 2 and len(entry.token_ids) == 1
+            assert len(entry.top) == 2 and len(entry.asked) == 1
     assert max(sizes, default=0) <= rows_at_once

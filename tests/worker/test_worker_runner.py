@@ -25,6 +25,7 @@ from moe_engine.worker.sampler import INVALID_TOKEN
 from moe_engine.worker.stub import StubAttention, stub_runner
 from moe_engine.worker.worker import Worker
 from tests.lines_run import lines_run
+from tests.logprobs import unpack
 
 VOCAB = 64
 GREEDY = SamplingParams(temperature=0.0)
@@ -96,11 +97,11 @@ def test_logprobs_are_of_the_raw_logits_and_only_for_who_asks() -> None:
     news = [_new(0, [1, 2]), _new(1, [8], LOGPROB_SAMPLING, logprobs=spec), _new(2, [13], logprobs=spec)]
     result = runner.execute(_prompts(1, news))
     assert result.tokens == [[3], [40], [INVALID_TOKEN]]
-    assert result.logprobs is not None and result.logprobs[0] == []
+    assert result.logprobs is not None and result.logprobs[0] is None
     raw = torch.log_softmax(NextToken().logits(torch.tensor([[8.0]])), -1)[0]
-    entry = result.logprobs[1][0]
+    (entry,) = unpack(result.logprobs[1])
     assert entry.token_id == 40 and entry.logprob == pytest.approx(raw[40].item())
-    assert entry.top[0][0] == 9 and entry.token_ids == ((3, pytest.approx(raw[3].item())),)
+    assert entry.top[0][0] == 9 and entry.asked == (pytest.approx(raw[3].item()),)
 
 
 def test_a_broken_row_fails_alone_and_stays_in_the_vocabulary() -> None:

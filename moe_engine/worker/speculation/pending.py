@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moe_engine.kernels.attention.drafting import JudgedChains
-from moe_engine.types import StepPlan, StepResult, TokenLogprob
+from moe_engine.types import PackedLogprobs, StepPlan, StepResult
 from moe_engine.worker.device_stream import HostCopy
 from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt
 
@@ -74,17 +74,18 @@ class PendingSpeculation:
             rows.insert(place, row)
             tokens.insert(place, [])
             if logprobs is not None:
-                logprobs.insert(place, [])
+                logprobs.insert(place, None)
         told = {pending.row: pending.take() for pending in self.prompts} or None
         return StepResult(self.number, rows, tokens, logprobs, told, *self.seconds, cuda_graph=self.cuda_graph)
 
-    def _logprobs(self, tokens: list[list[int]], paths: list[list[int]]) -> list[list[TokenLogprob]]:
+    def _logprobs(self, tokens: list[list[int]], paths: list[list[int]]) -> list[PackedLogprobs | None]:
         """Of the new tokens of each request that asks."""
         num, first_prompt = len(paths), int(self.nodes.max(initial=-1)) + 1
         places = [[int(self.nodes[d, node]) for node in path[: len(tokens[d])]] for d, path in enumerate(paths)]
         places += [[first_prompt + p] for p in range(len(tokens) - num)]
         accepted = {place: token for some, own in zip(places, tokens) for place, token in zip(some, own)}
-        found: dict[int, TokenLogprob] = {}
+        found: dict[int, PackedLogprobs] = {}
         for piece in self.logprobs:
             found |= piece.take_some(accepted)
-        return [[found[place] for place in some if place in found] for some in places]
+        parts = ([found[place] for place in some if place in found] for some in places)
+        return [PackedLogprobs.join(some) if some else None for some in parts]
