@@ -21,7 +21,9 @@ from moe_engine.config.ledger import (
 )
 from moe_engine.config.machine import Machine
 from moe_engine.config.resolve_graphs import graph_row
+from moe_engine.config.resolve_limits import SMALL_DISPATCH
 from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan
+from moe_engine.config.step_limits import StepLimits
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.registry import Row
 from moe_engine.models import sizes
@@ -40,8 +42,6 @@ one whole context: prefixes are kept until the pool is full, and a laptop has ot
 
 GPU_RESERVE_BYTES = GB
 GPU_RESERVE_SHARE = 0.04
-CPU_MAX_RUNNING = 256
-GPU_MAX_RUNNING = 2048
 PROCESS_BYTES = 768 << 20
 """Two Python processes with their libraries, torch in one of them."""
 
@@ -49,29 +49,6 @@ WORKSPACE_BYTES = 64 << 20
 """Scratch memory of kernels over all threads."""
 
 MIN_USEFUL_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What decides the largest step. `chunk` -1: whole prompts."""
-
-    chunk: int
-    max_prefill_tokens: int
-    running: int
-    context_len: int
-    mixed: bool = False
-    decode_tokens: int = 1
-    """Tokens of a running request in a step: more than one where drafts are checked."""
-
-    @property
-    def num_logits(self) -> int:
-        """Rows of logits: one for each token of a running request."""
-        return self.running * self.decode_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        prompt = max(self.max_prefill_tokens, self.context_len) if self.chunk == -1 else self.chunk
-        return prompt + self.num_logits if self.mixed else max(prompt, self.num_logits)
 
 
 @dataclass(frozen=True)
@@ -87,7 +64,7 @@ class SizingInput:
     dtype_bytes: int
     kv_dtype: str
     page_size: int
-    shape: StepShape
+    limits: StepLimits
     mem_fraction: float | None
     max_total_tokens: int | None
     running_is_auto: bool
@@ -120,12 +97,12 @@ class SizingInput:
 
     @property
     def drafts(self) -> bool:
-        return self.shape.decode_tokens > 1
+        return self.limits.drafts
 
     @property
     def min_tokens(self) -> int:
         """KV slots without which nothing can be served."""
-        wanted = self.max_total_tokens or min(self.shape.context_len, MIN_USEFUL_TOKENS)
+        wanted = self.max_total_tokens or min(self.limits.context_len, MIN_USEFUL_TOKENS)
         return -(-wanted // self.page_size) * self.page_size
 
 
@@ -161,7 +138,7 @@ def size_memory(given: SizingInput) -> Sizing:
 
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     """Everything but KV, for one rank."""
-    shape, model, topology = given.shape, given.model, given.parallel.topology
+    limits, model, topology = given.limits, given.model, given.parallel.topology
     redundant = given.experts.num_redundant
     weights = sizes.weight_bytes(
         model, given.dtype_bytes, topology=topology, redundant_experts=redundant, keeps_fp8=given.keeps_fp8
@@ -178,17 +155,17 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         weights += extra // topology.tp_size
         files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
         detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
-    logits = shape.num_logits * model.vocab_size * (given.dtype_bytes + 3 * 4)
+    logits = limits.num_logits * model.vocab_size * (given.dtype_bytes + 3 * 4)
     rows = [
         LedgerRow("weights", weights, detail),
         *_draft_rows(given),
-        LedgerRow("activations", _step_bytes(given), f"a step of {shape.num_tokens} tokens"),
-        LedgerRow("logits and sampling", logits, f"{shape.num_logits} rows of {model.vocab_size}"),
+        LedgerRow("activations", _step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
+        LedgerRow("logits and sampling", logits, f"{limits.num_logits} rows of {model.vocab_size}"),
         _table_row(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
         *_dispatch_rows(given),
-        *graph_row(given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, shape.running),
+        *graph_row(given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, limits.running),
         *_expert_rows(given),
     ]
     if given.machine.device == "cpu":
@@ -198,8 +175,8 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
 
 def _attention_rows(given: SizingInput) -> list[LedgerRow]:
     """Scratch memory of the attention backend, where that is of note."""
-    shape, graphs = given.shape, given.graphs.up_to(given.shape.running)
-    sizes = shape.running, shape.decode_tokens, shape.context_len, given.page_size
+    limits, graphs = given.limits, given.graphs.up_to(given.limits.running)
+    sizes = limits.running, limits.tokens_each, limits.row_width, given.page_size
     rows = workspace_rows(given.attention, given.local_model, graphs, *sizes, given.kv_dtype)
     return rows if given.draft is None else rows + draft_workspace_rows(given.draft_attention, given.draft, *sizes)
 
@@ -223,17 +200,16 @@ def _expert_rows(given: SizingInput) -> list[LedgerRow]:
 
 def _table_row(given: SizingInput) -> LedgerRow:
     """The slot of every position of every running request; with drafts the tokens, too, and room for what is tried."""
-    shape = given.shape
-    detail = f"{shape.running} requests x {shape.context_len} positions"
+    limits = given.limits
+    detail = f"{limits.running} requests x {limits.context_len} positions"
     if not given.drafts:
-        return LedgerRow("slot tables", slot_table_bytes(shape.running, shape.context_len), detail)
-    tables = 2 * slot_table_bytes(shape.running, shape.context_len + 2 * shape.decode_tokens)
+        return LedgerRow("slot tables", slot_table_bytes(limits.running, limits.row_width), detail)
+    tables = 2 * slot_table_bytes(limits.running, limits.row_width)
     return LedgerRow("slot tables", tables, f"{detail}, slots and tokens")
 
 
 def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
-    sizes = given.shape.num_tokens, given.shape.num_logits
-    return dispatch_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, *sizes)
+    return dispatch_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
 
 
 def _draft_rows(given: SizingInput) -> list[LedgerRow]:
@@ -255,7 +231,7 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
 
 def _step_bytes(given: SizingInput) -> int:
     """Activations of the largest step. A draft model runs when the model's own are gone; MTP layers read its hidden."""
-    tokens, size = given.shape.num_tokens * given.parallel.topology.attn_dp_size, given.dtype_bytes
+    tokens, size = given.limits.forward_tokens * given.parallel.topology.attn_dp_size, given.dtype_bytes
     models = (given.local_model,) if given.draft is None else (given.local_model, given.draft)
     step = max(sizes.largest_step_activation_bytes(model, tokens, size) for model in models)
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
@@ -305,13 +281,13 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
     if given.max_total_tokens is not None:
         asked = given.max_total_tokens - given.max_total_tokens % page
         return asked, "asked for" if asked == given.max_total_tokens else f"asked for, whole pages of {page}"
-    useful = given.shape.context_len * given.shape.running
+    useful = given.limits.context_len * given.limits.running
     useful += -useful % page
     modest = max(CPU_KV_BYTES, int(CPU_KV_SHARE * given.machine.available_bytes))
     if given.machine.device == "cpu" and useful <= fits and useful * given.bytes_per_token <= modest:
-        return useful, f"{given.shape.running} requests of {given.shape.context_len} tokens cannot use more"
+        return useful, f"{given.limits.running} requests of {given.limits.context_len} tokens cannot use more"
     if given.machine.device == "cpu" and given.mem_fraction is None:
-        one_request = -(-given.shape.context_len // page) * page
+        one_request = -(-given.limits.context_len // page) * page
         enough = max(tokens_that_fit(modest, given.bytes_per_token, page), one_request)
         if enough <= fits:
             return enough, f"{gb(modest)} of KV unasked on a CPU; {fits} would fit (--max-total-tokens {fits})"
@@ -320,9 +296,11 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
 
 def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
     """SGLang's clamp(tokens / context * 512, 2048, 4096), at most tokens / 2, with a cap of the device."""
-    running = given.shape.running
+    running = given.limits.running
     if not given.running_is_auto:
         return running, "asked for"
+    if given.limits.running_reason and running <= tokens // 2:
+        return running, given.limits.running_reason
     half = max(1, tokens // 2)
     if half < running:
         return half, f"half of the {tokens} KV tokens"
@@ -331,7 +309,8 @@ def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
     else:
         reason = "the least that SGLang's rule gives; more would take memory from KV"
     if given.drafts:
-        reason += f"; SGLang's 48 with drafts is not needed: the ledger counts {given.shape.decode_tokens} tokens each"
+        counted = given.limits.request_tokens
+        reason += f"; SGLang's 48 with drafts is not needed: the ledger counts {counted} tokens each"
     return running, reason
 
 
@@ -368,8 +347,8 @@ def _or(ways: list[str]) -> str:
 def _other_ways(given: SizingInput) -> list[str]:
     """Flags with which the same launch fits, nearest first: a smaller step, or a larger share of the memory."""
     ways = []
-    for flags, shape in _smaller_shapes(given):
-        if _fits(dataclasses.replace(given, shape=shape)):
+    for flags, limits in _smaller_steps(given):
+        if _fits(dataclasses.replace(given, limits=limits)):
             ways.append(" ".join(flags))
             break
     fraction = _sufficient_fraction(given)
@@ -386,27 +365,32 @@ def _fits(given: SizingInput) -> bool:
 
 
 def _without_drafts(given: SizingInput) -> SizingInput:
-    shape = dataclasses.replace(given.shape, decode_tokens=1)
-    return dataclasses.replace(given, shape=shape, uses_mtp=False, draft=None)
+    limits = dataclasses.replace(given.limits, request_tokens=1, drafting_tokens=1, draft_slots=0, choices=1)
+    limits = dataclasses.replace(limits, followed_again=0)
+    return dataclasses.replace(given, limits=limits, uses_mtp=False, draft=None)
 
 
-def _smaller_shapes(given: SizingInput) -> Iterator[tuple[list[str], StepShape]]:
+def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]:
     """Ever smaller steps, each with the flags that ask for it."""
     page = given.page_size
+    for tokens in (SMALL_DISPATCH, SMALL_DISPATCH // 4):
+        if given.limits.low_latency == "decode" and tokens < given.limits.low_latency_tokens:
+            limits = dataclasses.replace(given.limits, dispatch_limit=tokens)
+            yield [f"--max-dispatch-tokens-per-rank {tokens}"], limits
     for chunk, running, context in ((512, 0, 0), (512, 64, 0), (512, 32, 32768), (256, 8, 8192), (128, 1, 1024)):
-        shape, flags = given.shape, []
+        limits, flags = given.limits, []
         chunk = max(page, chunk - chunk % page)
-        if shape.chunk == -1 or chunk < shape.chunk:
-            shape = dataclasses.replace(shape, chunk=chunk)
+        if limits.chunk == -1 or chunk < limits.chunk:
+            limits = dataclasses.replace(limits, chunk=chunk)
             flags.append(f"--chunked-prefill-size {chunk}")
-        if running and running < shape.running:
-            shape = dataclasses.replace(shape, running=running)
+        if running and running < limits.running:
+            limits = dataclasses.replace(limits, running=running)
             flags.append(f"--max-running-requests {running}")
-        if context and context < shape.context_len:
-            shape = dataclasses.replace(shape, context_len=context)
+        if context and context < limits.context_len:
+            limits = dataclasses.replace(limits, context_len=context)
             flags.append(f"--context-length {context}")
         if flags:
-            yield flags, shape
+            yield flags, limits
 
 
 def _sufficient_fraction(given: SizingInput) -> float | None:
