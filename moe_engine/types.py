@@ -115,6 +115,19 @@ class SpeculationConfig:
         return max(self.num_nodes(depth), max(depth - 1, 0) * self.topk + 1)
 
 
+PAD_TOKENS = 8
+"""Positions a row may run past the context length: an overlapped decode whose result is dropped."""
+
+
+def row_width(context_len: int, num_drafts: int = 0) -> int:
+    """Columns of the worker's tables, by position of a request's tokens.
+
+    Args:
+        num_drafts: slots that a step takes for drafts; two steps can be under way.
+    """
+    return -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
+
+
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
     """Which steps are recorded as CUDA graphs before the first request.

@@ -54,7 +54,7 @@ def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSiz
     kv = _caches(local, config.kv_cache_dtype)
     requests = config.max_running_requests
     tensors = StepTensors(META, requests, config.context_len, config.page_size)
-    chunk = config.chunked_prefill_size if config.chunked_prefill_size > 0 else config.max_prefill_tokens
+    chunk = config.limits.prompt_tokens
     speculation = config.speculation
     drafts = speculation.num_nodes(speculation.num_steps) - 1 if speculation is not None else 0
     with torch.no_grad():
@@ -106,5 +106,5 @@ def _parallel(config: ResolvedConfig, dtype: torch.dtype) -> ParallelContext:
     parallel = first_rank(plan.topology, META)
     if plan.dispatch is None or not plan.topology.travels:
         return parallel
-    largest = max(config.chunked_prefill_size, config.max_prefill_tokens, config.max_running_requests)
-    return with_exchange(parallel, config.model, plan.dispatch, dtype, largest, plan.dispatch_tokens)
+    limits = config.limits
+    return with_exchange(parallel, config.model, plan.dispatch, dtype, limits.forward_tokens, limits.low_latency_tokens)

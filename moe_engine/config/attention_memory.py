@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_engine.config.ledger import TABLE_PADDING, LedgerRow
+from moe_engine.config.ledger import LedgerRow
 from moe_engine.config.machine import Machine
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
@@ -65,7 +65,7 @@ def workspace_rows(
     graphs: GraphSettings,
     running: int,
     tokens_each: int,
-    context_len: int,
+    row_width: int,
     page_size: int,
     kv_dtype: str = "auto",
 ) -> list[LedgerRow]:
@@ -75,15 +75,15 @@ def workspace_rows(
         model: with the heads of one rank.
         graphs: steps that are recorded; none is larger than `running`.
         running, tokens_each: requests of the largest step of decodes, and query tokens of each.
+        row_width: columns of the slot table.
     """
     if row is None or row.workspace is None:
         return []
-    drafted = 2 * tokens_each if tokens_each > 1 else 0
     load = AttentionLoad(
         requests=running,
         tokens_each=tokens_each,
         widths=head_widths(model),
-        pages=-(-(context_len + TABLE_PADDING + drafted) // page_size),
+        pages=-(-row_width // page_size),
         graphs=graphs.num_graphs,
         recorded=max(graphs.sizes, default=0),
         record_page=page_size if kv_dtype == E4M3 else 0,
@@ -98,17 +98,18 @@ def workspace_rows(
 
 
 def draft_workspace_rows(
-    row: Row | None, draft: ModelConfig, running: int, depth: int, context_len: int, page_size: int
+    row: Row | None, draft: ModelConfig, running: int, depth: int, row_width: int, page_size: int
 ) -> list[LedgerRow]:
     """The same of a draft model, whose backend is another instance. Its steps are not recorded.
 
     Args:
         depth: query tokens of a request in its largest step of drafting (a tree's, or one behind the other).
+        row_width: columns of the slot table.
     """
     if row is None or row.workspace is None:
         return []
     most = max(depth, DRAFT_FEW)  # when it catches up with what requests have got meanwhile
-    pages = -(-(context_len + TABLE_PADDING + 2 * depth) // page_size)
+    pages = -(-row_width // page_size)
     loads = (
         AttentionLoad(requests, tokens, head_widths(draft), pages, expanded=_expanded(draft))
         for requests, tokens in ((running, depth), (min(running, DRAFT_CATCH_UP // most), most))

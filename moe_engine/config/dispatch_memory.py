@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moe_engine.config.ledger import LedgerRow
-from moe_engine.config.resolve_parallel import ParallelPlan, dispatch_tokens
+from moe_engine.config.resolve_parallel import ParallelPlan
+from moe_engine.config.step_limits import StepLimits
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.host_memory import OF_BACKEND, ROOM_TOKENS, HostLoad
 
@@ -14,21 +15,20 @@ FP8_BLOCK = 128
 
 
 def dispatch_rows(
-    plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, num_tokens: int, num_logits: int
+    plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, limits: StepLimits
 ) -> list[LedgerRow]:
-    """Of one rank.
-
-    Args:
-        num_tokens: of an attention group's largest step.
-        num_logits: most tokens that it decodes.
-    """
+    """Of one rank."""
     if plan.dispatch is None or model.moe is None:
         return []
-    per_rank = -(-num_tokens // plan.topology.attn_tp_size)
-    decoded = dispatch_tokens(plan, num_logits)
+    per_rank, decoded = limits.dispatch_tokens, limits.low_latency_tokens
     if device == "cpu":
         return [_on_host(plan, model, dtype_bytes, per_rank, decoded)]
     return [_on_device(plan, model, dtype_bytes, per_rank, decoded)]
+
+
+def dispatch_bytes(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, limits: StepLimits) -> int:
+    """Of one rank."""
+    return sum(row.num_bytes for row in dispatch_rows(plan, model, dtype_bytes, device, limits))
 
 
 def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:

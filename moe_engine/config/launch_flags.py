@@ -78,7 +78,7 @@ def _chosen(config: ResolvedConfig) -> dict[str, Any]:
         found["load_balance_method"] = "total_tokens"
     if plan.dispatch is not None:
         found["moe_a2a_backend"] = plan.dispatch.row.name
-        found["max_dispatch_tokens_per_rank"] = plan.dispatch_tokens
+        found["max_dispatch_tokens_per_rank"] = config.limits.low_latency_tokens
     if config.speculation is not None and config.speculation.auto_depth:
         found["speculative_num_steps"] = "auto"
     if config.model.is_moe:

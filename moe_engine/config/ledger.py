@@ -13,9 +13,6 @@ GRAPHS_ROW = "CUDA graphs"
 WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
 """Rows that --mem-fraction-static counts besides KV."""
 
-TABLE_PADDING = 4
-"""Columns of the slot table beyond the context length."""
-
 
 SLOT_TOKEN_BYTES = 4
 """Of the token id that is kept beside a KV slot, for penalties."""
@@ -107,6 +104,6 @@ def tokens_that_fit(num_bytes: int, bytes_per_token: int, page_size: int) -> int
     return max(0, tokens - tokens % page_size)
 
 
-def slot_table_bytes(max_running_requests: int, context_len: int) -> int:
-    """int32 [rows, context + padding]: the KV slot of every position of every running request."""
-    return max_running_requests * (context_len + TABLE_PADDING) * 4
+def slot_table_bytes(max_running_requests: int, row_width: int) -> int:
+    """int32 [rows, width]: the KV slot of every position of every running request."""
+    return max_running_requests * row_width * 4

@@ -81,8 +81,9 @@ class ParallelArgs:
     )
     max_dispatch_tokens_per_rank: int | None = flag(
         None,
-        "Most tokens that a rank brings to a low-latency dispatch; its buffers have this size. Larger decode steps run "
-        "in normal mode. Left out: what the running requests can bring, at most 128.",
+        "Most tokens that a rank brings to a low-latency dispatch; its buffers have at most this size. Larger decode "
+        "steps run in normal mode; with --deepep-mode low_latency no step is larger. Left out: what the running "
+        "requests can bring with their drafts, as far as a small part of the memory holds it.",
         parse=parse_count,
         metavar="TOKENS",
     )
@@ -103,7 +104,7 @@ class ParallelArgs:
     disable_custom_all_reduce: bool = flag(
         False,
         "Sum and gather by torch.distributed alone. Else CPU ranks of one host do so through memory they share, which "
-        "is several times quicker; on GPUs it is NCCL either way.",
+        "is several times quicker; on GPUs it is NCCL either way, and the flag has nothing to do.",
     )
     elastic_ep: bool = flag(
         False,

@@ -19,12 +19,14 @@ from moe_engine.config.machine import Machine
 from moe_engine.config.remarks import flags_without_effect
 from moe_engine.config.resolve_compile import resolve_compile
 from moe_engine.config.resolve_experts import resolve_experts
-from moe_engine.config.resolve_graphs import resolve_graphs
+from moe_engine.config.resolve_graphs import note_graphs, resolve_graphs
+from moe_engine.config.resolve_limits import resolve_limits
 from moe_engine.config.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.config.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
-from moe_engine.config.sizing import CPU_MAX_RUNNING, GPU_MAX_RUNNING, Sizing, SizingInput, StepShape, size_memory
+from moe_engine.config.sizing import Sizing, SizingInput, size_memory
+from moe_engine.config.step_limits import StepLimits
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
 from moe_engine.kernels.device import Need
@@ -37,9 +39,6 @@ from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-CPU_CHUNK = 2048
-# GPU memory in GiB (below) -> tokens of a prefill chunk: SGLang's steps
-GPU_CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 INPUT_MARGIN = 5
 """A prompt must leave room for so many further tokens (SGLang's margin)."""
 
@@ -80,6 +79,8 @@ class ResolvedConfig:
     random_seed: int
     cpu_threads: int
     ledger: MemoryLedger
+    limits: StepLimits
+    """The largest step: the scheduler plans within it; the dispatcher, recorded steps and the ledger hold it."""
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...]
     speculation: SpeculationConfig | None = None
@@ -181,20 +182,19 @@ def resolve(
     _check_quantization(args, model, record)
     context_len = _context_len(args, model, record)
     page_size = args.memory.page_size or record.note("page_size", 1, "every backend here works on single tokens")
-    chunk = _chunk(args, machine, page_size, parallel.topology.attn_dp_size, record)
-    speculation = resolve_speculation(args, model, draft, context_len, record)
-    _check_shared_drafts(args, speculation, model, parallel)
-    draft = draft if speculation is not None and speculation.draft_model_path is not None else None
+    speculation, draft = _drafts(args, model, draft, context_len, parallel, record)
     own_part = _own_part(machine, parallel)
-    running = _most_running(args, machine, parallel)
+    limits = resolve_limits(
+        args, model, own_part, parallel, speculation, context_len, page_size, DTYPE_BYTES[dtype], record
+    )
     need = _need(args, local_heads(model, parallel.topology.attn_tp_size), dtype, kv_dtype, page_size)
-    graphs = resolve_graphs(args, model, own_part, parallel, experts, speculation, running, need, record)
-    compiled = resolve_compile(args, model, parallel, device, speculation, running, record)
+    graphs = resolve_graphs(args, model, own_part, parallel, experts, speculation, limits, need, record)
+    compiled = resolve_compile(args, model, parallel, device, speculation, limits.running, record)
     sizing = _size(
-        args, model, own_part, dtype, kv_dtype, context_len, page_size, chunk, checkpoint, speculation, draft, parallel,
-        experts, running, graphs,
+        args, model, own_part, dtype, kv_dtype, page_size, limits, checkpoint, speculation, draft, parallel,
+        experts, graphs,
     )  # fmt: skip
-    _note_sizes(args, sizing, record)
+    graphs = _note_sizes(args, sizing, graphs, own_part, limits, record)
     return ResolvedConfig(
         args=_with_demo_parsers(args, path, record),
         parallel=parallel,
@@ -208,7 +208,7 @@ def resolve(
         kv_cache_dtype=kv_dtype,
         context_len=context_len,
         page_size=page_size,
-        chunked_prefill_size=chunk,
+        chunked_prefill_size=limits.chunk,
         max_prefill_tokens=args.memory.max_prefill_tokens,
         max_running_requests=sizing.max_running_requests,
         schedule_conservativeness=_conservativeness(args, parallel, record),
@@ -216,12 +216,13 @@ def resolve(
         random_seed=_seed(args, drawn_seed, record),
         cpu_threads=args.backends.cpu_threads or record.note("cpu_threads", own_part.cores, _cores_reason(parallel)),
         ledger=sizing.ledger,
+        limits=limits,
         decisions=tuple(record.decisions),
         notes=(*_idle_flags(args, device, parallel), *record.remarks, *_size_remarks(context_len, sizing)),
         speculation=speculation,
         draft_model=draft.config if draft is not None else None,
         experts=experts,
-        graphs=graphs.up_to(sizing.max_running_requests),
+        graphs=graphs,
         compiled=compiled,
     )
 
@@ -231,15 +232,18 @@ def _seed(args: EngineArgs, drawn: int, record: Record) -> int:
     return record.note("random_seed", drawn, "drawn at start") if asked is None else asked
 
 
-def _most_running(args: EngineArgs, machine: Machine, parallel: ParallelPlan) -> int:
-    """Requests of a step of one attention group, before the ledger says how many tokens there are."""
-    memory, groups = args.memory, parallel.topology.attn_dp_size
-    if memory.max_running_requests:
-        return max(1, memory.max_running_requests // groups)
-    cap = max(1, (CPU_MAX_RUNNING if machine.device == "cpu" else GPU_MAX_RUNNING) // groups)
-    if memory.max_total_tokens is None:
-        return cap
-    return max(1, min(cap, memory.max_total_tokens // max(2, memory.page_size or 1)))
+def _drafts(
+    args: EngineArgs,
+    model: ModelConfig,
+    draft: DraftModel | None,
+    context_len: int,
+    parallel: ParallelPlan,
+    record: Record,
+) -> tuple[SpeculationConfig | None, DraftModel | None]:
+    """The drafter, and its model where that is one of its own."""
+    speculation = resolve_speculation(args, model, draft, context_len, record)
+    _check_shared_drafts(args, speculation, model, parallel)
+    return speculation, draft if speculation is not None and speculation.draft_model_path is not None else None
 
 
 def _check_shared_drafts(
@@ -289,18 +293,6 @@ def _conservativeness(args: EngineArgs, parallel: ParallelPlan, record: Record) 
         return asked
     reason = f"{asked:g} x {DP_CONSERVATIVENESS:g}, as SGLang does with DP attention"
     return record.note("schedule_conservativeness", round(asked * DP_CONSERVATIVENESS, 6), reason)
-
-
-def step_shape(config: ResolvedConfig) -> StepShape:
-    """The largest step of an attention group."""
-    return StepShape(
-        config.chunked_prefill_size,
-        config.max_prefill_tokens,
-        config.max_running_requests,
-        config.context_len,
-        config.scheduling.enable_mixed_chunk,
-        decode_tokens=config.speculation.num_draft_tokens if config.speculation is not None else 1,
-    )
 
 
 def _is_demo(args: EngineArgs, path: str) -> bool:
@@ -386,28 +378,6 @@ def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:
     return asked
 
 
-def _chunk(args: EngineArgs, machine: Machine, page_size: int, num_groups: int, record: Record) -> int:
-    """Of one attention group: with DP attention all share the tokens of a chunk."""
-    asked = args.memory.chunked_prefill_size
-    if asked == -1 or (asked is not None and num_groups == 1):
-        return asked
-    if asked is not None:
-        size, reason = asked // num_groups, f"{asked} shared by {num_groups} attention groups"
-        return record.note("chunked_prefill_size", max(page_size, size - size % page_size), reason)
-    if machine.device == "cpu":
-        size, reason = CPU_CHUNK, "the default on a CPU"
-    else:
-        total_gib = machine.total_bytes / (1 << 30)
-        size = next((tokens for below, tokens in GPU_CHUNKS if total_gib < below), 16384)
-        reason = f"SGLang's step for {total_gib:.0f} GB of GPU memory"
-    if num_groups > 1:
-        size, reason = size // num_groups, f"{reason}, shared by {num_groups} attention groups"
-    rounded = max(page_size, size - size % page_size)
-    if rounded != size:
-        reason += f", in whole pages of {page_size}"
-    return record.note("chunked_prefill_size", rounded, reason)
-
-
 def _need(args: EngineArgs, local: ModelConfig, dtype: str, kv_dtype: str, page_size: int) -> Need:
     """What a model, with the heads of one rank, asks of kernels."""
     return need_of_model(local, dtype, kv_dtype, page_size, args.backends.enable_deterministic_inference)
@@ -419,15 +389,13 @@ def _size(
     machine: Machine,
     dtype: str,
     kv_dtype: str,
-    context_len: int,
     page_size: int,
-    chunk: int,
+    limits: StepLimits,
     checkpoint: CheckpointFacts | None,
     speculation: SpeculationConfig | None,
     draft: DraftModel | None,
     parallel: ParallelPlan,
     experts: ExpertSettings,
-    running: int,
     graphs: GraphSettings,
 ) -> Sizing:
     memory = args.memory
@@ -436,14 +404,6 @@ def _size(
         need = _need(args, config, dtype, kv_dtype, page_size)
         return attention_row(machine, need, args.backends.attention_backend)
 
-    shape = StepShape(
-        chunk,
-        memory.max_prefill_tokens,
-        running,
-        context_len,
-        args.scheduling.enable_mixed_chunk,
-        decode_tokens=speculation.num_draft_tokens if speculation is not None else 1,
-    )
     return size_memory(
         SizingInput(
             model=model,
@@ -452,7 +412,7 @@ def _size(
             dtype_bytes=DTYPE_BYTES[dtype],
             kv_dtype=kv_dtype,
             page_size=page_size,
-            shape=shape,
+            limits=limits,
             mem_fraction=memory.mem_fraction_static,
             max_total_tokens=memory.max_total_tokens,
             running_is_auto=memory.max_running_requests is None,
@@ -468,7 +428,10 @@ def _size(
     )
 
 
-def _note_sizes(args: EngineArgs, sizing: Sizing, record: Record) -> None:
+def _note_sizes(
+    args: EngineArgs, sizing: Sizing, graphs: GraphSettings, machine: Machine, limits: StepLimits, record: Record
+) -> GraphSettings:
+    """What memory decided. Returns the steps that are recorded, now that the number of requests is known."""
     if args.memory.max_total_tokens is None:
         record.note("max_total_tokens", sizing.ledger.num_tokens, sizing.tokens_reason)
     asked = args.memory.max_running_requests
@@ -477,3 +440,6 @@ def _note_sizes(args: EngineArgs, sizing: Sizing, record: Record) -> None:
         record.note("max_running_requests", sizing.max_running_requests, reason)
     if args.memory.mem_fraction_static is None:
         record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)
+    recorded = graphs.up_to(sizing.max_running_requests)
+    note_graphs(args, recorded, machine, limits, sizing.max_running_requests, record)
+    return recorded

@@ -8,7 +8,8 @@ from moe_engine.config.decisions import Record
 from moe_engine.config.field import option_of
 from moe_engine.config.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.config.machine import Machine
-from moe_engine.config.resolve_parallel import ParallelPlan, dispatch_tokens
+from moe_engine.config.resolve_parallel import ParallelPlan
+from moe_engine.config.step_limits import StepLimits
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.device import Need
 from moe_engine.models import sizes
@@ -34,14 +35,13 @@ def resolve_graphs(
     parallel: ParallelPlan,
     experts: ExpertSettings,
     speculation: SpeculationConfig | None,
-    running: int,
+    limits: StepLimits,
     need: Need,
     record: Record,
 ) -> GraphSettings:
-    """Pure.
+    """Pure. `note_graphs` says what came of it, when the number of running requests is known.
 
     Args:
-        running: most requests of a decode step.
         need: what the model asks of its kernels.
 
     Raises:
@@ -68,12 +68,53 @@ def resolve_graphs(
     if flags.cuda_graph_backend_decode is None:
         record.note("cuda_graph_backend_decode", "full", "a launch for a step costs less than one for each kernel")
     counts = _counts(speculation)
-    sizes = _sizes(args, machine, parallel, speculation is not None, running, record)
-    if parallel.dispatch is not None:
-        topology = parallel.topology
-        fits = dispatch_tokens(parallel, running * max(counts)) * topology.attn_tp_size // max(counts)
-        sizes = tuple(size for size in sizes if size <= fits)
+    most, _ = _most(limits, counts, limits.running)
+    sizes = tuple(size for size in _sizes(args, machine, parallel, limits, most) if size <= most)
     return GraphSettings(sizes, counts, not flags.disable_cuda_graph_padding)
+
+
+def note_graphs(
+    args: EngineArgs, graphs: GraphSettings, machine: Machine, limits: StepLimits, running: int, record: Record
+) -> None:
+    """The sizes that are recorded, and why none is larger; flags that asked for more are told so.
+
+    Args:
+        graphs: without sizes that no step will have.
+        running: most requests of a step.
+    """
+    if not graphs.sizes:
+        return
+    flags, largest = args.graphs, graphs.sizes[-1]
+    most, bound = _most(limits, graphs.counts, running)
+    asked = flags.cuda_graph_max_bs_decode
+    if flags.cuda_graph_bs_decode is not None:
+        asked = int(flags.cuda_graph_bs_decode.split()[-1])
+    if asked is not None and asked > most:
+        name = "cuda_graph_max_bs_decode" if flags.cuda_graph_bs_decode is None else "cuda_graph_bs_decode"
+        record.remark(f"{option_of(name)}: nothing above {largest} is recorded, {bound}")
+    if flags.cuda_graph_bs_decode is not None:
+        if asked is not None and asked > most:
+            record.note("cuda_graph_bs_decode", " ".join(map(str, graphs.sizes)), f"as asked up to {largest}: {bound}")
+        return
+    if asked is None or asked > most:
+        reason = bound if largest == most else f"{machine.total_bytes / GB:.0f} GB, {running} requests run"
+        record.note("cuda_graph_max_bs_decode", largest, reason)
+    listed = f"SGLang's list up to {largest}" + (f", {bound}" if largest == most else "")
+    record.note("cuda_graph_bs_decode", " ".join(map(str, graphs.sizes)), listed)
+
+
+def _most(limits: StepLimits, counts: tuple[int, ...], running: int) -> tuple[int, str]:
+    """Requests of the largest step that can be recorded, and what bounds it: recorded steps are decodes, padded to a
+    size, whose tokens travel in one dispatch of fixed capacity."""
+    if limits.low_latency != "never":
+        fits = limits.low_latency_tokens * limits.ranks // max(counts)
+        if fits < running:
+            each = f" of {max(counts)} tokens" if max(counts) > 1 else ""
+            return fits, (
+                f"as a low-latency dispatch carries {limits.low_latency_tokens} tokens a rank, {fits} requests{each} "
+                "(--max-dispatch-tokens-per-rank)"
+            )
+    return running, f"as {running} requests run at most"
 
 
 def _why_not(
@@ -105,24 +146,23 @@ def _counts(speculation: SpeculationConfig | None) -> tuple[int, ...]:
 
 
 def _sizes(
-    args: EngineArgs, machine: Machine, parallel: ParallelPlan, drafts: bool, running: int, record: Record
+    args: EngineArgs, machine: Machine, parallel: ParallelPlan, limits: StepLimits, most: int
 ) -> tuple[int, ...]:
     flags = args.graphs
     if flags.cuda_graph_bs_decode is not None:
-        return tuple(size for size in map(int, flags.cuda_graph_bs_decode.split()) if size <= running)
+        return tuple(map(int, flags.cuda_graph_bs_decode.split()))
     largest = flags.cuda_graph_max_bs_decode
     if largest is None:
         many = parallel.topology.tp_size >= 4
         steps = (row[1 + many] for row in MAX_SIZES if machine.total_bytes < row[0] * GB)
-        largest = min(next(steps, LARGEST), running)
-        record.note("cuda_graph_max_bs_decode", largest, f"{machine.total_bytes / GB:.0f} GB, {running} requests run")
-    largest = min(largest, running)
-    known = graph_sizes(largest, drafts)
+        largest = next(steps, LARGEST)
+    largest = min(largest, most)
+    if largest < 1:
+        return ()
+    known = graph_sizes(largest, limits.drafts)
     if flags.disable_cuda_graph_padding:
         known |= set(range(1, min(largest, RECORDED_EXACTLY) + 1))
-    sizes = tuple(sorted(known))
-    record.note("cuda_graph_bs_decode", " ".join(map(str, sizes)), f"SGLang's list up to {largest}")
-    return sizes
+    return tuple(sorted(known))
 
 
 def graph_sizes(largest: int, drafts: bool) -> set[int]:
@@ -150,9 +190,7 @@ def graph_row(
         return []
     tokens = min(graphs.max_tokens, running * max(graphs.counts))
     heads = min(tokens, logits_rows)
-    step = sizes.largest_step_activation_bytes(
-        model, tokens * groups, dtype_bytes, num_logits=heads, expanded_tokens=0
-    )
+    step = sizes.largest_step_activation_bytes(model, tokens * groups, dtype_bytes, num_logits=heads, expanded_tokens=0)
     results = tokens * model.hidden_size * dtype_bytes + heads * model.vocab_size * (4 + dtype_bytes)
     detail = f"{graphs.num_graphs} recorded steps of up to {tokens} tokens, in one pool"
     return [LedgerRow(GRAPHS_ROW, step + results + graphs.num_graphs * GRAPH_BYTES, detail)]

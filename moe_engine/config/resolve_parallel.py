@@ -19,8 +19,6 @@ from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
 START_SECONDS = 1200.0
-MAX_DISPATCH_TOKENS = 128
-"""DeepEP's usual size of low-latency buffers, in tokens of a rank."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class ParallelPlan:
         leader_address: HOST:PORT of node 0; None on one node.
         dispatch: the backend that moves tokens to experts and its modes; None where all ranks see all tokens.
         dispatch_fp8: tokens travel in FP8.
-        dispatch_tokens: most tokens of a rank in a low-latency dispatch; 0 without one.
         coverage: of losses that the others go on without; None: a lost rank ends the replica.
     """
 
@@ -44,7 +41,6 @@ class ParallelPlan:
     leader_address: str | None = None
     dispatch: DispatchChoice | None = None
     dispatch_fp8: bool = False
-    dispatch_tokens: int = 0
     coverage: Coverage | None = None
     start_seconds: float = START_SECONDS
     local_rank: int = 0
@@ -73,11 +69,6 @@ class ParallelPlan:
 
 
 SINGLE_PROCESS = ParallelPlan()
-
-
-def dispatch_tokens(plan: ParallelPlan, num_decode_tokens: int) -> int:
-    """Most tokens that a rank brings to a low-latency dispatch, where its group decodes so many."""
-    return min(plan.dispatch_tokens, -(-num_decode_tokens // plan.topology.attn_tp_size))
 
 
 def resolve_parallel(
@@ -125,12 +116,12 @@ def resolve_parallel(
         leader_address=leader if num_nodes > 1 else None,
         dispatch=dispatch,
         dispatch_fp8=fp8,
-        dispatch_tokens=(flags.max_dispatch_tokens_per_rank or MAX_DISPATCH_TOKENS) if dispatch is not None else 0,
         coverage=resolve_elastic(args, model, topology, dispatch, device, record),
         start_seconds=float(flags.dist_timeout or START_SECONDS),
         local_rank=place.local_rank if place is not None else 0,
     )
     _check_devices(flags, plan, num_devices)
+    _remark_all_reduce(flags, plan, device, record)
     return plan
 
 
@@ -178,6 +169,19 @@ def _check_enough_ranks(flags: ParallelArgs, attn_dp: int, ep_size: int, nodes: 
                 f"{asked} with --tp-size {flags.tp_size}: {size} {users} the ranks of --tp-size, one or more each; "
                 f"{way_out} --tp-size {size}"
             )
+
+
+def _remark_all_reduce(flags: ParallelArgs, plan: ParallelPlan, device: str, record: Record) -> None:
+    """--disable-custom-all-reduce acts on CPU ranks that share a host and sum anything."""
+    if not flags.disable_custom_all_reduce or plan.topology.tp_size == 1:  # of one rank, `remarks` says so
+        return
+    why = None
+    if device != "cpu":
+        why = "GPUs sum by NCCL either way"
+    elif plan.coverage is not None:
+        why = "ranks of --elastic-ep meet only where tokens travel to experts"
+    if why is not None:
+        record.remark(f"--disable-custom-all-reduce: nothing to do ({why})")
 
 
 def _check_devices(flags: ParallelArgs, plan: ParallelPlan, num_devices: int | None) -> None:

@@ -23,7 +23,9 @@ from moe_engine.config.ledger import (
 )
 from moe_engine.config.machine import Machine
 from moe_engine.config.resolve_graphs import graph_row
+from moe_engine.config.resolve_limits import SMALL_DISPATCH
 from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan
+from moe_engine.config.step_limits import StepLimits
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.registry import Row
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
@@ -43,8 +45,6 @@ one whole context: prefixes are kept until the pool is full, and a laptop has ot
 
 GPU_RESERVE_BYTES = GB
 GPU_RESERVE_SHARE = 0.04
-CPU_MAX_RUNNING = 256
-GPU_MAX_RUNNING = 2048
 PROCESS_BYTES = 768 << 20
 """Two Python processes with their libraries, torch in one of them."""
 
@@ -55,29 +55,6 @@ MIN_USEFUL_TOKENS = 128
 
 FRACTION_STEPS = 1_000_000
 """--mem-fraction-static is reported in these parts, rounded up: given as a flag it has room for the same tokens."""
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What decides the largest step. `chunk` -1: whole prompts."""
-
-    chunk: int
-    max_prefill_tokens: int
-    running: int
-    context_len: int
-    mixed: bool = False
-    decode_tokens: int = 1
-    """Tokens of a running request in a step: more than one where drafts are checked."""
-
-    @property
-    def num_logits(self) -> int:
-        """Rows of logits: one for each token of a running request."""
-        return self.running * self.decode_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        prompt = max(self.max_prefill_tokens, self.context_len) if self.chunk == -1 else self.chunk
-        return prompt + self.num_logits if self.mixed else max(prompt, self.num_logits)
 
 
 @dataclass(frozen=True)
@@ -93,7 +70,7 @@ class SizingInput:
     dtype_bytes: int
     kv_dtype: str
     page_size: int
-    shape: StepShape
+    limits: StepLimits
     mem_fraction: float | None
     max_total_tokens: int | None
     running_is_auto: bool
@@ -131,17 +108,17 @@ class SizingInput:
 
     @property
     def drafts(self) -> bool:
-        return self.shape.decode_tokens > 1
+        return self.limits.drafts
 
     @property
     def logits_rows(self) -> int:
         """Rows of logits that there may be at once."""
-        return sizes.logits_rows(self.model.vocab_size, self.shape.num_logits)
+        return sizes.logits_rows(self.model.vocab_size, self.limits.num_logits)
 
     @property
     def min_tokens(self) -> int:
         """KV slots without which nothing can be served."""
-        wanted = self.max_total_tokens or min(self.shape.context_len, MIN_USEFUL_TOKENS)
+        wanted = self.max_total_tokens or min(self.limits.context_len, MIN_USEFUL_TOKENS)
         return -(-wanted // self.page_size) * self.page_size
 
 
@@ -180,7 +157,7 @@ def size_memory(given: SizingInput) -> Sizing:
 
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     """Everything but KV, for one rank."""
-    shape, model, topology = given.shape, given.model, given.parallel.topology
+    limits, model, topology = given.limits, given.model, given.parallel.topology
     redundant = given.experts.num_redundant
     weights = sizes.weight_bytes(
         model, given.dtype_bytes, topology=topology, redundant_experts=redundant, keeps_fp8=given.keeps_fp8
@@ -200,14 +177,14 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     rows = [
         LedgerRow("weights", weights, detail),
         *_draft_rows(given),
-        LedgerRow("activations", _step_bytes(given), f"a step of {shape.num_tokens} tokens"),
+        LedgerRow("activations", _step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
         _logits_row(given),
         _table_row(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
         *_dispatch_rows(given),
         *graph_row(
-            given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, shape.running, given.logits_rows
+            given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, limits.running, given.logits_rows
         ),
         *_expert_rows(given),
     ]
@@ -218,7 +195,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
 
 def _logits_row(given: SizingInput) -> LedgerRow:
     """A step with more rows of logits makes and samples them in several passes."""
-    count, vocab, most = given.logits_rows, given.model.vocab_size, given.shape.num_logits
+    count, vocab, most = given.logits_rows, given.model.vocab_size, given.limits.num_logits
     scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
     detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
     return LedgerRow("logits and sampling", sizes.sampling_bytes(vocab, count, scratch), detail)
@@ -226,8 +203,8 @@ def _logits_row(given: SizingInput) -> LedgerRow:
 
 def _attention_rows(given: SizingInput) -> list[LedgerRow]:
     """Scratch memory of the attention backend, where that is of note."""
-    shape, graphs = given.shape, given.graphs.up_to(given.shape.running)
-    sizes = shape.running, shape.decode_tokens, shape.context_len, given.page_size
+    limits, graphs = given.limits, given.graphs.up_to(given.limits.running)
+    sizes = limits.running, limits.tokens_each, limits.row_width, given.page_size
     rows = workspace_rows(given.attention, given.local_model, graphs, *sizes, given.kv_dtype)
     return rows if given.draft is None else rows + draft_workspace_rows(given.draft_attention, given.draft, *sizes)
 
@@ -251,17 +228,16 @@ def _expert_rows(given: SizingInput) -> list[LedgerRow]:
 
 def _table_row(given: SizingInput) -> LedgerRow:
     """The slot of every position of every running request; with drafts the tokens, too, and room for what is tried."""
-    shape = given.shape
-    detail = f"{shape.running} requests x {shape.context_len} positions"
+    limits = given.limits
+    detail = f"{limits.running} requests x {limits.context_len} positions"
     if not given.drafts:
-        return LedgerRow("slot tables", slot_table_bytes(shape.running, shape.context_len), detail)
-    tables = 2 * slot_table_bytes(shape.running, shape.context_len + 2 * shape.decode_tokens)
+        return LedgerRow("slot tables", slot_table_bytes(limits.running, limits.row_width), detail)
+    tables = 2 * slot_table_bytes(limits.running, limits.row_width)
     return LedgerRow("slot tables", tables, f"{detail}, slots and tokens")
 
 
 def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
-    sizes = given.shape.num_tokens, given.shape.num_logits
-    return dispatch_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, *sizes)
+    return dispatch_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
 
 
 def _draft_rows(given: SizingInput) -> list[LedgerRow]:
@@ -276,13 +252,13 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
         count = _count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
         # at each row's last token; for several layers also at earlier ones, and a copy of those while they move on
-        states = given.shape.running * (2 * layers - 1)
+        states = given.limits.running * (2 * layers - 1)
         kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
     if given.uses_ngrams:
         places, each = sizes.NGRAM_PLACES, sizes.NGRAM_PLACE_BYTES
         if given.machine.device == "cpu":
-            places, each = given.shape.context_len, sizes.NGRAM_HOST_BYTES
+            places, each = given.limits.context_len, sizes.NGRAM_HOST_BYTES
         return [LedgerRow("draft scratch", places * each, f"{places} places of texts compared at once")]
     if given.draft is not None:
         detail = f"{_count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
@@ -292,7 +268,7 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
 
 def _step_bytes(given: SizingInput) -> int:
     """Activations of the largest step. A draft model runs when the model's own are gone; MTP layers read its hidden."""
-    tokens, size = given.shape.num_tokens * given.parallel.topology.attn_dp_size, given.dtype_bytes
+    tokens, size = given.limits.forward_tokens * given.parallel.topology.attn_dp_size, given.dtype_bytes
     models = (given.local_model,) if given.draft is None else (given.local_model, given.draft)
     step = max(sizes.largest_step_activation_bytes(model, tokens, size) for model in models)
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
@@ -344,13 +320,13 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
     if given.max_total_tokens is not None:
         asked = given.max_total_tokens - given.max_total_tokens % page
         return asked, "asked for" if asked == given.max_total_tokens else f"asked for, whole pages of {page}"
-    useful = given.shape.context_len * given.shape.running
+    useful = given.limits.context_len * given.limits.running
     useful += -useful % page
     modest = max(CPU_KV_BYTES, int(CPU_KV_SHARE * given.machine.available_bytes))
     if given.machine.device == "cpu" and useful <= fits and useful * given.bytes_per_token <= modest:
-        return useful, f"{given.shape.running} requests of {given.shape.context_len} tokens cannot use more"
+        return useful, f"{given.limits.running} requests of {given.limits.context_len} tokens cannot use more"
     if given.machine.device == "cpu" and given.mem_fraction is None:
-        one_request = -(-given.shape.context_len // page) * page
+        one_request = -(-given.limits.context_len // page) * page
         enough = max(tokens_that_fit(modest, given.bytes_per_token, page), one_request)
         if enough <= fits:
             return enough, f"{gb(modest)} of KV unasked on a CPU; {fits} would fit (--max-total-tokens {fits})"
@@ -359,18 +335,21 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
 
 def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
     """SGLang's clamp(tokens / context * 512, 2048, 4096), at most tokens / 2, one a page, and a cap of the device."""
-    running = given.shape.running
+    running = given.limits.running
     if not given.running_is_auto:
         return running, "asked for"
     each = max(2, given.page_size)
     if (most := max(1, tokens // each)) < running:
         return most, f"{tokens} KV tokens, at least {each} for each"
+    if given.limits.running_reason:
+        return running, given.limits.running_reason
     if given.machine.device == "cpu":
         reason = "SGLang's rule gives 2048 or more; on a CPU a step's time grows with every request"
     else:
         reason = "the least that SGLang's rule gives; more would take memory from KV"
     if given.drafts:
-        reason += f"; SGLang's 48 with drafts is not needed: the ledger counts {given.shape.decode_tokens} tokens each"
+        counted = given.limits.request_tokens
+        reason += f"; SGLang's 48 with drafts is not needed: the ledger counts {counted} tokens each"
     return running, reason
 
 
@@ -407,8 +386,8 @@ def _or(ways: list[str]) -> str:
 def _other_ways(given: SizingInput) -> list[str]:
     """Flags with which the same launch fits, nearest first: a smaller step, or a larger share of the memory."""
     ways = []
-    for flags, shape in _smaller_shapes(given):
-        if _fits(dataclasses.replace(given, shape=shape)):
+    for flags, limits in _smaller_steps(given):
+        if _fits(dataclasses.replace(given, limits=limits)):
             ways.append(" ".join(flags))
             break
     fraction = _sufficient_fraction(given)
@@ -425,27 +404,32 @@ def _fits(given: SizingInput) -> bool:
 
 
 def _without_drafts(given: SizingInput) -> SizingInput:
-    shape = dataclasses.replace(given.shape, decode_tokens=1)
-    return dataclasses.replace(given, shape=shape, uses_mtp=False, draft=None)
+    limits = dataclasses.replace(given.limits, request_tokens=1, drafting_tokens=1, draft_slots=0, choices=1)
+    limits = dataclasses.replace(limits, followed_again=0)
+    return dataclasses.replace(given, limits=limits, uses_mtp=False, draft=None)
 
 
-def _smaller_shapes(given: SizingInput) -> Iterator[tuple[list[str], StepShape]]:
+def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]:
     """Ever smaller steps, each with the flags that ask for it."""
     page = given.page_size
+    for tokens in (SMALL_DISPATCH, SMALL_DISPATCH // 4):
+        if given.limits.low_latency == "decode" and tokens < given.limits.low_latency_tokens:
+            limits = dataclasses.replace(given.limits, dispatch_limit=tokens)
+            yield [f"--max-dispatch-tokens-per-rank {tokens}"], limits
     for chunk, running, context in ((512, 0, 0), (512, 64, 0), (512, 32, 32768), (256, 8, 8192), (128, 1, 1024)):
-        shape, flags = given.shape, []
+        limits, flags = given.limits, []
         chunk = max(page, chunk - chunk % page)
-        if shape.chunk == -1 or chunk < shape.chunk:
-            shape = dataclasses.replace(shape, chunk=chunk)
+        if limits.chunk == -1 or chunk < limits.chunk:
+            limits = dataclasses.replace(limits, chunk=chunk)
             flags.append(f"--chunked-prefill-size {chunk}")
-        if running and running < shape.running:
-            shape = dataclasses.replace(shape, running=running)
+        if running and running < limits.running:
+            limits = dataclasses.replace(limits, running=running)
             flags.append(f"--max-running-requests {running}")
-        if context and context < shape.context_len:
-            shape = dataclasses.replace(shape, context_len=context)
+        if context and context < limits.context_len:
+            limits = dataclasses.replace(limits, context_len=context)
             flags.append(f"--context-length {context}")
         if flags:
-            yield flags, shape
+            yield flags, limits
 
 
 def _sufficient_fraction(given: SizingInput) -> float | None:

@@ -12,8 +12,7 @@ from moe_engine import logs
 from moe_engine.config.ledger import GRAPHS_ROW
 from moe_engine.config.machine import probe_machine
 from moe_engine.config.parallel import ParallelArgs
-from moe_engine.config.resolve import ResolvedConfig, step_shape
-from moe_engine.config.resolve_parallel import dispatch_tokens
+from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine.core import EngineCore, Port, Regroup, StepWorker
 from moe_engine.engine.expert_calls import ExpertCalls
 from moe_engine.engine.ranks.lockstep import Lockstep
@@ -166,16 +165,14 @@ def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerO
 
 def largest_shapes(config: ResolvedConfig) -> StepShapes:
     """The sizes up to which kernels that compile at first use do so before READY."""
-    plan, moe, step = config.parallel, config.model.moe, step_shape(config)
+    plan, moe, limits = config.parallel, config.model.moe, config.limits
     if moe is None:
-        return StepShapes(step.num_tokens)
+        return StepShapes(limits.num_tokens)
     topology = plan.topology
     held = min(moe.top_k, -(-moe.num_experts // topology.ep_size))  # experts of a token that can be on one rank
-    rows = min(step.num_tokens * topology.attn_dp_size * held, MAX_EXPERT_ROWS)
-    capacity = 0
-    if plan.dispatch is not None and "low_latency" in plan.dispatch.modes.values():
-        capacity = topology.ep_size * dispatch_tokens(plan, step.num_logits)
-    return StepShapes(step.num_tokens, rows, capacity, plan.dispatch is not None)
+    rows = min(limits.forward_tokens * topology.attn_dp_size * held, MAX_EXPERT_ROWS)
+    capacity = topology.ep_size * limits.low_latency_tokens
+    return StepShapes(limits.num_tokens, rows, capacity, plan.dispatch is not None)
 
 
 def _available_gb(config: ResolvedConfig) -> float:
@@ -193,6 +190,7 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         policy=flags.schedule_policy,
         chunked_prefill_size=config.chunked_prefill_size,
         max_prefill_tokens=config.max_prefill_tokens,
+        max_step_tokens=config.limits.num_tokens,
         enable_mixed_chunk=flags.enable_mixed_chunk,
         schedule_conservativeness=config.schedule_conservativeness,
         disable_radix_cache=flags.disable_radix_cache,

@@ -4,7 +4,7 @@
 |-----------|-----------------------------------------------------------------------------------------------|
 | rem_total | free, soon free and evictable, less what running and admitted requests are expected to grow by |
 | rem_input | `--max-prefill-tokens` a batch; the first request may exceed it                                |
-| rem_chunk | `--chunked-prefill-size` a batch; the request that hits it is cut and goes on in the next step |
+| rem_chunk | `--chunked-prefill-size` a batch, at most a step; the request that hits it is cut and goes on later  |
 
 Slots are taken at admission, so what is free needs no bookkeeping here. Admission stops at the first request that does
 not fit: nobody small slips past somebody large for ever.
@@ -78,8 +78,8 @@ class PrefillBudget:
         # that fails a retraction resumes from the prefix cache.
         self._reserved = ratio * sum(expected_growth(request, clip) for request in running)
         self.rem_input = config.max_prefill_tokens - num_mixed
-        chunk = config.chunked_prefill_size
-        self.rem_chunk = chunk - num_mixed if chunk > 0 else _UNLIMITED
+        chunk = config.chunk_tokens
+        self.rem_chunk = _UNLIMITED if chunk is None else chunk - num_mixed
 
     @property
     def rem_total(self) -> float:

@@ -29,6 +29,8 @@ class SchedulerConfig:
     policy: str = "fcfs"
     chunked_prefill_size: int = 8192
     max_prefill_tokens: int = 16384
+    max_step_tokens: int | None = None
+    """Most tokens of any step: what everything that runs it was made for. None: what the other fields allow."""
     enable_mixed_chunk: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
@@ -74,6 +76,11 @@ class SchedulerConfig:
             )
         if self.max_prefill_tokens < 1:
             raise ConfigError(f"--max-prefill-tokens is {self.max_prefill_tokens}; it must be at least 1")
+        if self.max_step_tokens is not None and self.max_step_tokens < max(self.decode_tokens, self.page_size):
+            raise ConfigError(
+                f"steps of at most {self.max_step_tokens} tokens must hold a page (--page-size {self.page_size}) and "
+                f"the decodes of --max-running-requests {self.max_rows}, {self.decode_tokens} tokens; lower these"
+            )
         if self.enable_priority_scheduling and self.policy not in ("fcfs", "lof", "priority"):
             raise ConfigError(
                 f"--enable-priority-scheduling needs --schedule-policy fcfs, lof or priority, not {self.policy}"
@@ -84,6 +91,17 @@ class SchedulerConfig:
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{flag} is {value}; it must be at least 1, or left out")
+
+    @property
+    def decode_tokens(self) -> int:
+        """Most tokens of a step of decodes, drafts included."""
+        return self.max_rows * (self.speculation.num_draft_tokens if self.speculation is not None else 1)
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Most tokens of a step that holds prompts, cut where they are longer; None: prompts are never cut."""
+        sizes = [self.chunked_prefill_size if self.chunked_prefill_size > 0 else None, self.max_step_tokens]
+        return min((size for size in sizes if size is not None), default=None)
 
     @property
     def bigram_prefixes(self) -> bool:

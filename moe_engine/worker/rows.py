@@ -15,16 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.types import LogprobSpec, NewRow, RowWrite
+from moe_engine.types import LogprobSpec, NewRow, RowWrite, row_width
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.history import History
 from moe_engine.worker.int_table import IntTable
 from moe_engine.worker.logit_edits import LogitEdits
 from moe_engine.worker.sampling_state import SamplingState
 from moe_engine.worker.slot_tokens import SlotTokens
-
-PAD_TOKENS = 8
-"""Positions a row may run past the context length: an overlapped decode whose result is dropped."""
 
 
 @dataclass
@@ -50,7 +47,7 @@ class Rows:
         self.context_len = context_len
         self.vocab_size = vocab_size
         self._stream = stream
-        width = -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
+        width = row_width(context_len, num_drafts)
         self.slot_table: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
         self.last_token: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)
         self.slots_on_host = stream.host_view(self.slot_table)

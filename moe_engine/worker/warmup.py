@@ -13,23 +13,29 @@ from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, Step
 from moe_engine.worker.runner import ModelRunner
 
 NUM_TOKENS = 32
-"""Of the prompt; whatever is made for the largest step must hold it, too."""
+"""Of the prompt, where steps may be so large."""
 _ROW = 0
 _SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
-    """Runs a prompt, a chunk behind it and a decode, greedily and sampled, all in the dummy page; leaves no trace."""
+    """Runs a prompt, a chunk behind it and a decode, greedily and sampled, all in the dummy page; leaves no trace.
+
+    Args:
+        num_tokens: most of a step.
+    """
     count = max(1, min(num_tokens, runner.rows.context_len - 3))
-    decode = StepPlan(number=-1, rows=[_ROW], starts=[count + 2], counts=[1], samples=[True], slots=[0], num_decodes=1)
+    chunk = min(2, count)
+    start = count + chunk
+    decode = StepPlan(number=-1, rows=[_ROW], starts=[start], counts=[1], samples=[True], slots=[0], num_decodes=1)
 
     def run(plan: StepPlan) -> None:
         runner.execute(runner.shared.alike(plan))  # every rank of every attention group makes the same
 
     for sampling in (_GREEDY, _SAMPLED):
         run(_plan(0, count, new=_request(count, sampling)))
-        run(_plan(count, 2))
+        run(_plan(count, chunk))
         run(decode)
         if runner.speculation is not None:
             _warm_up_drafts(runner, run, count, sampling)

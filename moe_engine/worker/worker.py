@@ -46,7 +46,7 @@ from moe_engine.worker.region_setup import finish_regions, start_regions
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner, PendingResult
 from moe_engine.worker.speculation.build import DraftOptions, add_speculation, mtp_layers, num_mtp_layers
-from moe_engine.worker.warmup import compile_kernels, warm_sizes, warm_up
+from moe_engine.worker.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ def _draft_options(
 
 def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:
     """So that nothing compiles, loads or starts later; on many ranks collective."""
-    warm_up(runner)
+    warm_up(runner, num_tokens=min(NUM_TOKENS, options.shapes.tokens or NUM_TOKENS))
     if runner.stream.asynchronous:  # the kernels of a CPU do not compile by size
         warm_sizes(runner, options.shapes.tokens)
     compile_kernels(backends, options.shapes)

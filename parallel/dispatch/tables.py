@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import gcd
 from typing import TYPE_CHECKING
 
 from moe_engine.parallel import host_support
 from moe_engine.parallel.dispatch import symm_mem
+from moe_engine.parallel.dispatch.deepep import FIRST_GENERATION_TOKENS, is_first_generation
 from moe_engine.parallel.dispatch.deepep import why_not as deepep_why_not
 
 if TYPE_CHECKING:  # the protocol imports torch; choosing does not need it
@@ -37,13 +39,30 @@ class Place:
 
 
 @dataclass(frozen=True)
+class FixedSizes:
+    """Tokens of a rank that a low-latency dispatch can be made for: multiples of `multiple`, at most `most`."""
+
+    multiple: int = 1
+    most: int | None = None
+    reason: str = ""
+
+
+def _any_size(num_ranks: int) -> FixedSizes:
+    return FixedSizes()
+
+
+@dataclass(frozen=True)
 class DispatchRow:
-    """One backend. `why_not` returns the reason for a refusal, or None; it must import no vendor library."""
+    """One backend. `why_not` returns the reason for a refusal, or None; it must import no vendor library.
+
+    `fixed_sizes` takes the number of ranks.
+    """
 
     name: str
     modes: tuple[Mode, ...]
     preference: int
     why_not: Callable[[Place], str | None]
+    fixed_sizes: Callable[[int], FixedSizes] = _any_size
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,12 @@ def _deepep(place: Place) -> str | None:
     return _many(place) or deepep_why_not(place.device_kind)
 
 
+def _deepep_sizes(num_ranks: int) -> FixedSizes:
+    if not is_first_generation():
+        return FixedSizes()
+    return FixedSizes(4 // gcd(4, num_ranks), FIRST_GENERATION_TOKENS, "the kernels of DeepEP 1")
+
+
 def _symm_mem(place: Place) -> str | None:
     return _many(place) or symm_mem.why_not(place.device_kind, place.num_nodes) or place.unlinked
 
@@ -94,7 +119,7 @@ def _two_hop(place: Place) -> str | None:
 
 ROWS = [
     DispatchRow("local", ("normal",), 50, _local),
-    DispatchRow("deepep", MODES, 40, _deepep),
+    DispatchRow("deepep", MODES, 40, _deepep, _deepep_sizes),
     DispatchRow("shared_memory", MODES, 30, _shared_memory),
     DispatchRow("two_hop", MODES, 20, _two_hop),
     DispatchRow("all_to_all", MODES, 10, _many),

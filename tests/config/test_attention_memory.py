@@ -82,7 +82,7 @@ def test_a_draft_model_has_a_workspace_of_its_own(
     assert name in row.detail and "LlamaForCausalLM" in row.detail
     states = getattr(workspaces, {"flashinfer": "flashinfer_gqa"}.get(name, name))
     widths, depth = HeadWidths(4, 2, width, width), config.speculation.num_draft_tokens  # type: ignore[union-attr]
-    pages = -(-(config.context_len + 4 + 2 * depth) // config.page_size)
+    pages = -(-config.limits.row_width // config.page_size)
     many = AttentionLoad(DRAFT_CATCH_UP // DRAFT_FEW, DRAFT_FEW, widths, pages)
     assert row.num_bytes == max(states(AttentionLoad(300, depth, widths, pages)), states(many)) > 0
 

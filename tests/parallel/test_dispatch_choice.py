@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,7 +14,7 @@ from moe_engine.parallel import host_support
 from moe_engine.parallel.dispatch.deepep import expanded, legacy
 from moe_engine.parallel.dispatch.deepep.generation import generation_of
 from moe_engine.parallel.dispatch.protocol import DispatchShape
-from moe_engine.parallel.dispatch.tables import ROWS, Place, choose
+from moe_engine.parallel.dispatch.tables import ROWS, FixedSizes, Place, choose
 from tests.parallel import deepep_emulator as emulator
 
 
@@ -97,3 +98,22 @@ GOOD = DispatchShape(256, 32, 8, 7168, 128, torch.bfloat16, fp8=True)
 def test_adapters_say_what_the_library_cannot_do(why_not: object, changed: dict[str, object], reason: str) -> None:
     assert why_not(GOOD) is None  # type: ignore[operator]
     assert reason in (why_not(replace(GOOD, **changed)) or "")  # type: ignore[operator, arg-type]
+
+
+def test_sizes_that_the_first_deepep_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As its adapter refuses them, but before anything is started."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "deep_ep").mkdir()
+    (tmp_path / "deep_ep" / "__init__.py").touch()
+    row = next(row for row in ROWS if row.name == "deepep")
+    for ranks in (1, 2, 3, 4, 8):
+        sizes = row.fixed_sizes(ranks)
+        for tokens in (sizes.multiple, 8 * sizes.multiple, sizes.most or 0):
+            whole = tokens - tokens % sizes.multiple
+            shape = DispatchShape(8 * ranks, ranks, 8, 7168, whole, torch.bfloat16)
+            assert legacy.why_not_low_latency(shape) is None
+        assert sizes.most is not None
+        more = DispatchShape(8 * ranks, ranks, 8, 7168, sizes.most + sizes.multiple, torch.bfloat16)
+        assert legacy.why_not_low_latency(more) is not None
+    (tmp_path / "deep_ep" / "buffers").mkdir()
+    assert row.fixed_sizes(2) == FixedSizes()

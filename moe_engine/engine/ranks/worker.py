@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_engine.config.resolve import ResolvedConfig, step_shape
-from moe_engine.config.resolve_parallel import dispatch_tokens
+from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.engine.core_setup import make_worker
 from moe_engine.engine.ranks.options import RankGroupOptions, RankPlace, WatchLimits
 from moe_engine.engine.zmq_sockets import job_keys
@@ -73,6 +72,7 @@ def fingerprint(config: ResolvedConfig) -> str:
         config.kv_cache_dtype,
         config.context_len,
         config.page_size,
+        config.limits,
         config.speculation,
         replace(config.experts, directory=Path()),
     )
@@ -109,16 +109,14 @@ def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> Paral
 
     from moe_engine.models.sharding import dispatch_shape
     from moe_engine.parallel.context import with_dispatcher
-    from moe_engine.worker.warmup import NUM_TOKENS
 
     plan = config.parallel
     if plan.dispatch is None:
         return parallel
-    step = step_shape(config)
-    most = max(step.num_tokens, NUM_TOKENS)
-    shape = dispatch_shape(config.model, parallel, getattr(torch, config.dtype), most)
+    limits = config.limits
+    shape = dispatch_shape(config.model, parallel, getattr(torch, config.dtype), limits.forward_tokens)
     shape = replace(shape, fp8=plan.dispatch_fp8)
-    parallel = with_dispatcher(parallel, plan.dispatch, shape, dispatch_tokens(plan, step.num_logits))
+    parallel = with_dispatcher(parallel, plan.dispatch, shape, limits.low_latency_tokens)
     return replace(parallel, overlap=_overlap(config, parallel))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
@@ -38,3 +39,10 @@ def why_not(device_kind: str) -> str | None:
     if importlib.util.find_spec("deep_ep") is None:
         return "deep_ep is not installed (pip install 'sgl-deep-ep>=0.1.2.post1')"
     return None
+
+
+def is_first_generation() -> bool:
+    """Whether the installed library has no class but `Buffer`; does not import it. Later ones have a folder for them."""
+    spec = importlib.util.find_spec("deep_ep")
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return bool(folders) and not any((Path(folder) / "buffers").is_dir() for folder in folders)
