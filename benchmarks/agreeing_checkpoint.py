@@ -121,7 +121,7 @@ def pass_embedding(eh_proj: Tensor) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.agreeing_checkpoint", description=(__doc__ or "").split("\n\n")[0]
+        prog="moe-engine bench agreeing_checkpoint", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(s for s in SHAPES if "moe" in s))
     parser.add_argument("--agreement", type=float, default=0.8, help="share of drafts that are right (default: 0.8)")

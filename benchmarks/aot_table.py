@@ -62,7 +62,9 @@ def run(archs: Sequence[int], only: str, one_each: bool, processes: int) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="moe-engine bench aot_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=[90, 100], choices=[90, 100])
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
     parser.add_argument("--one-of-each", action="store_true", help="one case of every kernel")

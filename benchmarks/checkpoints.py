@@ -354,9 +354,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoints", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="moe-engine bench checkpoints", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(SHAPES))
     parser.add_argument("--directory", help="where to write it (default: the cache)")
     parser.add_argument("--seed", type=int, default=0)

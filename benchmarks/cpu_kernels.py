@@ -285,7 +285,9 @@ FAMILIES = {"linear": linear_lines, "experts": experts_lines, "attention": atten
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="moe-engine bench cpu_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time for each line")
     parser.add_argument("--only", default=",".join(FAMILIES), help="families, separated by commas")

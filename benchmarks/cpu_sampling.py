@@ -123,7 +123,9 @@ def show(line: Line) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="moe-engine bench cpu_sampling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time for each line")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: as torch chooses")

@@ -160,7 +160,7 @@ def figures(values: list[float]) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.host_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="moe-engine bench host_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--num-requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300, help="decode steps measured in each run")

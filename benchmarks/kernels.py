@@ -62,7 +62,9 @@ def print_floors(lines: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="moe-engine bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model-path", metavar="DIR", help="folder with a config.json")
     parser.add_argument("--tokens", type=int, nargs="+", help="with --model-path: tokens of a step (1 128 4096)")
     parser.add_argument("--only", default="", metavar="TEXT", help="shapes with this in their name")

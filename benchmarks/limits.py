@@ -188,7 +188,7 @@ def limits_table(limits: MeasuredLimits) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.limits", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="moe-engine bench limits", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="also write the result there")

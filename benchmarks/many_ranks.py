@@ -82,7 +82,7 @@ def _agree(group: int, num_groups: int, steps: int, folder: str, queue: Any) -> 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.many_ranks",
+        prog="moe-engine bench many_ranks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

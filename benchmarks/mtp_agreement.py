@@ -134,7 +134,7 @@ class Lockstep:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.mtp_agreement", description=(__doc__ or "").split("\n\n")[0]
+        prog="moe-engine bench mtp_agreement", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("path", help="a checkpoint directory with MTP layers")
     parser.add_argument("--chain", type=int, default=4, help="drafts behind each token")

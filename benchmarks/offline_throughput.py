@@ -29,7 +29,7 @@ WARMUP_LEN = 16
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The benchmark's own options, and the engine's flags as keywords."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.offline_throughput",
+        prog="moe-engine bench offline_throughput",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All further options are the engine's: `moe-engine serve --help`.",

@@ -40,7 +40,7 @@ CORRECTNESS_PROMPTS = (
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineArgs]:
     """The benchmark's own options, and the engine's flags."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.one_batch",
+        prog="moe-engine bench one_batch",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All further options are the engine's: `moe-engine serve --help`.",

@@ -1,4 +1,4 @@
-"""Every form of parallelism, held against one rank: ``python -m benchmarks.parallel_forms``.
+"""A correctness run: every form of parallelism gives the tokens of one rank: ``python -m benchmarks.parallel_forms``.
 
 Runs the factors of `tests.many_ranks.forms` on tiny random checkpoints: each way to spread attention with each way to
 spread experts at 2, 4 and 8 ranks, and among these cases every two settings of everything else (model, replicas, head,
@@ -99,7 +99,7 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parallel_forms", description=(__doc__ or "").split("\n\n")[0]
+        prog="moe-engine bench parallel_forms", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--prompts", type=int, default=32, help="requests of a case (default: 32)")
     parser.add_argument("--tokens", type=int, default=48, help="most tokens that a request brings (default: 48)")

@@ -43,7 +43,7 @@ def measure(model: str, backend: str, requests: int, output: int, passes: int) -
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rebalancing",
+        prog="moe-engine bench rebalancing",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

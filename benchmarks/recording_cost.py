@@ -139,7 +139,7 @@ def standard_error(values: list[float]) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.recording_cost",
+        prog="moe-engine bench recording_cost",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -38,7 +38,7 @@ RECORDED_OPTIONS = (
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving",
+        prog="moe-engine bench serving",
         description=(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

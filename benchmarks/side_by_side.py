@@ -39,7 +39,7 @@ RULER_TURNS = 2
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The benchmark's own options, and the engine's flags as keywords."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.side_by_side",
+        prog="moe-engine bench side_by_side",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

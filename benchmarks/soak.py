@@ -140,7 +140,7 @@ def print_report(values: dict[str, Any], checks: dict[str, bool]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak",
+        prog="moe-engine bench soak",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All further options go to `moe-engine serve`.",

@@ -251,7 +251,7 @@ def _percentages(rates: Sequence[float]) -> str:
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The benchmark's own options, and the engine's flags as keywords."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speculation",
+        prog="moe-engine bench speculation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

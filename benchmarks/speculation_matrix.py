@@ -1,4 +1,4 @@
-"""Speculation beside everything else, held against the same without it: ``python -m benchmarks.speculation_matrix``.
+"""A correctness run: tokens with speculation are those without it: ``python -m benchmarks.speculation_matrix``.
 
 Runs a pairwise cover of the factors in `tests.speculation.matrix` (drafters, depths, widths, prefix cache, chunks,
 pages, retraction, aborts, penalties, log-probabilities, ...) on tiny random checkpoints: every two values of two
@@ -21,7 +21,7 @@ from tests.speculation.pairwise import pairwise_cover
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speculation_matrix", description=(__doc__ or "").split("\n\n")[0]
+        prog="moe-engine bench speculation_matrix", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--prompts", type=int, default=64, help="requests of a case (default: 64)")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens that a request brings (default: 96)")

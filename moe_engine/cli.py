@@ -6,7 +6,6 @@ engine failed.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from moe_engine.config.resolve import ResolvedConfig
 
 USAGE_ERROR = 2
+BENCH_TOOLS = ("agreeing_checkpoint", "checkpoints", "readme_figures")
+"""What of benchmarks/ prepares or checks for others, and measures nothing."""
 
 HELP = """\
 usage: moe-engine COMMAND [options]
@@ -35,7 +36,7 @@ commands:
   doctor     what this machine offers: memory, cores, compiler, which kernels run here and why others do not
   cluster-check  whether the nodes of a job reach each other and can serve together: run it on each of them
   compile    the GPU kernels of a launch, compiled ahead into a folder for all its nodes; needs no GPU
-  bench      measurements: moe-engine bench one_batch | offline | serving
+  bench      measurements; `moe-engine bench` lists them, for instance one_batch, offline_throughput, serving
   experts    how unevenly recorded traffic used the experts, and what balancing would gain: moe-engine experts DUMP
   demo       print the folder of the model embedded in this package
 
@@ -267,42 +268,53 @@ def demo(argv: Sequence[str], prog: str) -> int:
 
 
 def bench(argv: Sequence[str], prog: str) -> int:
-    """Runs benchmarks/NAME.py of the source checkout; further arguments are the benchmark's own."""
+    """Runs benchmarks/NAME.py, or the package of that name, of the source checkout; further arguments are its own."""
     import runpy
 
-    names = _benchmarks()
+    found = _benchmarks()
     if not argv or argv[0] in ("-h", "--help"):
-        listed = ", ".join(names) or "none: benchmarks/ comes with the source checkout"
-        print(f"usage: {prog} NAME [options of the benchmark]\n\nbenchmarks here: {listed}")
+        listed = "\n".join(f"  {name:20} {what}" for name, what in found.items() if name not in BENCH_TOOLS)
+        listed = listed or "  none: benchmarks/ comes with the source checkout"
+        print(f"usage: {prog} NAME [options of the benchmark]\n\nbenchmarks:\n{listed}")
         return 0 if argv else USAGE_ERROR
-    asked = argv[0].replace("-", "_").removeprefix("bench_")
-    matching = [name for name in names if name.startswith(asked)]
-    if asked not in names and len(matching) != 1:
-        raise ConfigError(_no_benchmark(argv[0], names))
-    name = asked if asked in names else matching[0]
-    sys.argv = [f"{prog} {argv[0]}", *argv[1:]]
+    name = _benchmark(argv[0], list(found))
+    sys.argv = [f"{prog} {name}", *argv[1:]]
     root = str(Path(__file__).resolve().parents[1])
     if root not in sys.path:
         sys.path.insert(0, root)
-    runpy.run_module(f"benchmarks.{names[name]}", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "moe_engine", "benchmarks", "tests"):
+            raise
+        raise ConfigError(f"{name}: needs {package}, which is not installed: pip install {package}") from None
     return 0
 
 
-def _no_benchmark(asked: str, names: dict[str, str]) -> str:
+def _benchmark(asked: str, names: list[str]) -> str:
+    """The benchmark of that name, or the only one that begins so."""
+    wanted = asked.replace("-", "_").removeprefix("bench_")
+    matching = [name for name in names if name == wanted] or [name for name in names if name.startswith(wanted)]
+    if len(matching) == 1:
+        return matching[0]
     if not names:
-        return f"bench {asked}: the benchmarks are not installed with the package; run it in a source checkout"
-    return f"bench {asked}: no such benchmark; there are {', '.join(names)}"
+        raise ConfigError(f"{asked}: the benchmarks are not installed with the package; run it in a source checkout")
+    raise ConfigError(f"{asked}: no such benchmark; there are {', '.join(matching or names)}")
 
 
 def _benchmarks() -> dict[str, str]:
-    """Benchmark by short name (``one_batch``): modules of benchmarks/ that say what to run."""
+    """The modules and packages of benchmarks/ that can be run, each with the first line of its docstring."""
+    import ast
+
     folder = Path(__file__).resolve().parents[1] / "benchmarks"
-    found = {}
-    for file in sorted(folder.glob("*.py")):
-        runnable = '__name__ == "__main__"' in file.read_text()
-        if runnable and importlib.util.spec_from_file_location(file.stem, file) is not None:
-            found[file.stem.removeprefix("bench_")] = file.stem
-    return found
+    runnable = {file.stem: file for file in folder.glob("*.py") if '__name__ == "__main__"' in file.read_text()}
+    runnable |= {file.parent.name: file.with_name("__init__.py") for file in folder.glob("*/__main__.py")}
+    first_lines = {
+        name: (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+        for name, file in sorted(runnable.items())
+    }
+    return {name: line.partition(": ``")[0].rstrip(":.") for name, line in first_lines.items()}
 
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {

@@ -28,7 +28,7 @@ from benchmarks.report import result_path, write_result
 def main(argv: Sequence[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="moe-engine bench gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--seconds", type=float, default=590.0, help="for everything")

@@ -84,6 +84,8 @@ def _engine(values: Values) -> str:
     latencies = [(p["batch_size"], p["median_decode_latency"]) for p in values.get("points", [])]
     lines = [(size, f"{seconds * 1e3:.2f}", f"{size / seconds:.0f}") for size, seconds in latencies]
     text = table(("batch", "ms a step", "tokens/s"), lines) if lines else ""
+    if values.get("tokens", 0) < values.get("of_tokens", 0):
+        text += f"stopped when its time was over, after {values['tokens']} of {values['of_tokens']} tokens"
     return text + "\n" + kernel_times.targets_text(values["targets"])
 
 

@@ -14,11 +14,12 @@ import torch
 from benchmarks import kernels
 from benchmarks.attention_cases import attention_case, attention_cases, queries
 from benchmarks.gpu_suite import __main__ as suite
-from benchmarks.gpu_suite import cases, floors, kernel_times, parity, picture, profile, targets, tokens
+from benchmarks.gpu_suite import cases, engine_points, floors, kernel_times, parity, picture, profile, targets, tokens
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS, write_model
 from benchmarks.gpu_suite.parts import PARTS, Part, run_apart, shares
 from benchmarks.gpu_suite.rows import Rows
 from benchmarks.gpu_suite.setting import Setting
+from benchmarks.gpu_suite.texts import part_text
 from benchmarks.kernel_cases import all_cases, experts_case, linear_case, op_case
 from moe_engine.kernels.attention.shapes import GroupedModel, LatentModel, named_shapes
 from moe_engine.kernels.device import cpu_device
@@ -233,6 +234,18 @@ def test_time_that_is_over_is_noticed_before_the_next_case():
     values = kernel_times.measure(cases.tiny_cases(), ("torch",), Setting.of("cpu", 0.0))
     assert values["lines"] == [] and len(values["left_out"]) == len(cases.tiny_cases())
     assert "no time was left" in kernel_times.as_text(values)
+
+
+def test_offline_keeps_what_it_has_when_time_is_over(tmp_path, monkeypatch):
+    flags = (("chunked_prefill_size", 16), ("max_total_tokens", 1024))
+    load = replace(engine_points.SMALL, offline_requests=2, offline_tokens=220, flags=flags)
+    monkeypatch.setattr(engine_points, "load_of", lambda setting: load)
+    monkeypatch.setattr(engine_points, "POLL_S", 0.001)
+    setting = Setting("cpu", True, 0.0, tmp_path / "part.json")
+    found = engine_points.measure_offline(tmp_path, setting)
+    assert found == setting.saved() and found["tokens"] < found["of_tokens"] == 440
+    text = part_text("offline", found)
+    assert f"after {found['tokens']} of 440 tokens" in text and "offline" in text
 
 
 def test_picture_of_a_result(tmp_path):

@@ -1,0 +1,75 @@
+"""`moe-engine bench`: each benchmark is listed with a line, names its command and needs no further package."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from moe_engine import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks"
+FOUND = cli._benchmarks()
+
+
+def main_file(name: str) -> Path:
+    return FOLDER / f"{name}.py" if (FOLDER / f"{name}.py").exists() else FOLDER / name / "__main__.py"
+
+
+def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    lines = dict(re.findall(r"^  (\w+) +(\S.*)$", out, re.M))
+    assert lines == {name: what for name, what in FOUND.items() if name not in cli.BENCH_TOOLS}
+    assert {"gpu_suite", "serving", "one_batch"} <= lines.keys() and all(lines.values())
+
+
+def test_the_readme_lists_the_same() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (FOLDER / "README.md").read_text(), re.M)
+    assert sorted(rows) == sorted(FOUND)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_usage_names_the_command(name: str) -> None:
+    tree = ast.parse(main_file(name).read_text())
+    keywords = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "prog"]
+    assert [value.value for value in keywords if isinstance(value, ast.Constant)] == [f"moe-engine bench {name}"]
+
+
+def test_a_package_is_run_like_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "gpu_suite", "--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: moe-engine bench gpu_suite")
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it() -> None:
+    code = (
+        "import sys; sys.modules['httpx'] = None; from moe_engine.cli import main; sys.exit(main(['bench', 'serving']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "moe-engine bench: error: serving: needs httpx, which is not installed: pip install httpx\n"
+
+
+def test_benchmarks_import_what_is_installed_anyway() -> None:
+    """But for those that run cases of the tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {Requirement(text).name.replace("-", "_") for text in project["dependencies"]}
+    known = installed | {"benchmarks", "moe_engine"} | sys.stdlib_module_names
+    needed: dict[str, set[str]] = {}
+    for file in FOLDER.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                if (top := (name or "").partition(".")[0]) not in known:
+                    needed.setdefault(file.stem, set()).add(top)
+    assert needed == {"parallel_forms": {"tests"}, "speculation_matrix": {"tests"}}
