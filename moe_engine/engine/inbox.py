@@ -115,7 +115,7 @@ class _Part:
         return True
 
     def merged(self) -> RequestDelta:
-        if len(self._logprobs) > 1:
+        if self._logprobs:
             self._delta.logprobs = PackedLogprobs.join(self._logprobs)
         return self._delta
 
