@@ -2,9 +2,21 @@
 # `NIC=ib0 sbatch slurm/serve.sbatch` needs no edit; what is the same for all jobs is best written down here.
 # shellcheck shell=bash
 
-# -- the program: by default that of the environment `make serve` made beside this folder
-: "${MOE_ENGINE:=$REPOSITORY/.venv/bin/moe-engine}"
+# -- the program: that of the environment `make serve` made beside this folder, else of $VIRTUAL_ENV, else on PATH
+if [ -z "${MOE_ENGINE:-}" ]; then
+  for MOE_ENGINE in "$REPOSITORY/.venv/bin/moe-engine" "${VIRTUAL_ENV:-}/bin/moe-engine" "$(command -v moe-engine)"; do
+    if [ -x "$MOE_ENGINE" ]; then break; fi
+  done
+fi
+if ! MOE_ENGINE=$(command -v "${MOE_ENGINE:-moe-engine}"); then
+  echo "no moe-engine in $REPOSITORY/.venv/bin, \$VIRTUAL_ENV/bin or PATH, nor as \$MOE_ENGINE: run \`make serve\` once in" \
+    "$REPOSITORY, or submit by: MOE_ENGINE=/path/to/bin/moe-engine sbatch ..." >&2
+  return 2
+fi
+# its Python: beside it, else the one that its first line names
 : "${PYTHON:=$(dirname "$MOE_ENGINE")/python}"
+if ! command -v "$PYTHON" >/dev/null; then PYTHON=$(sed -n '1s/^#! *\([^ ]*\).*/\1/p' "$MOE_ENGINE"); fi
+if ! command -v "$PYTHON" >/dev/null; then PYTHON=python3; fi
 export MOE_ENGINE PYTHON
 
 # -- rendezvous: node 0 is the first host of the step and its port is made from the numbers of job, step and restart.

@@ -12,13 +12,17 @@ say() { echo "[$(date '+%F %T') $SLURMD_NODENAME] $*"; }
 
 # start_step COMMAND...: one task a node, in the background.
 start_step() {
+  # The secret of the sockets between this job's nodes. It travels in the environment of the tasks, which neither
+  # `scontrol show job` nor `ps` shows to other users.
+  : "${MOE_ENGINE_DIST_SECRET:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
+  export MOE_ENGINE_DIST_SECRET
   NODE0_CODE=$(mktemp)   # this script runs on node 0, too
   export NODE0_CODE
   # The shell around the command keeps SIGTERM from ending the task before the program has drained, and lets a program
   # that SIGTERM has killed, because another node failed, not hide that node's exit code. No binding: the program's ranks
   # share out the node's cores among themselves.
   # shellcheck disable=SC2016
-  srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit="${KILL_ON_BAD_EXIT:-1}" --wait=0 bash -c '
+  srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit="${KILL_ON_BAD_EXIT:-1}" --wait=0 bash -c '
     trap "told=1" TERM
     "$@"
     code=$?

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -9,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.engine.run_folder import PREFIX, RunFolder, remove_abandoned
+from moe_engine.engine import run_folder
+from moe_engine.engine.run_folder import (
+    LONGEST_NAME,
+    MAX_SOCKET_PATH,
+    PREFIX,
+    RANDOM_CHARACTERS,
+    RunFolder,
+    remove_abandoned,
+)
+from moe_engine.errors import ConfigError
 
 HOLD = """
 import sys
@@ -72,3 +83,78 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     (other / "owner").write_text("")
     remove_abandoned()
     assert unlocked.is_dir() and file.is_file() and other.is_dir()
+
+
+def long_folder(tmp_path: Path, length: int = 120) -> Path:
+    made = tmp_path / "t" / ("x" * (length - len(str(tmp_path)) - 3))
+    made.mkdir(parents=True)
+    return made
+
+
+def socket_fits(folder: RunFolder) -> None:
+    """The longest name, of an attention group's socket, can be bound in it."""
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder.path / LONGEST_NAME))
+
+
+@pytest.mark.parametrize("runtime", ["given", "too long", "missing", "not set"])
+def test_a_long_temporary_folder_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(long_folder(tmp_path)))
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as short:
+        place = {"given": short, "too long": str(long_folder(tmp_path / "b")), "missing": f"{short}/none", "not set": ""}
+        monkeypatch.setenv("XDG_RUNTIME_DIR", place[runtime])
+        folder = RunFolder()
+        assert str(folder.path.parent) == (short if runtime == "given" else "/tmp")
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        socket_fits(folder)
+        folder.remove()
+        assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_the_limit_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
+    """A name that just fits is taken, one byte more is not; bytes count, not characters."""
+    longest = MAX_SOCKET_PATH - len(f"/{PREFIX}{'x' * RANDOM_CHARACTERS}/{LONGEST_NAME}")
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        name = "ü" + "y" * (longest - len(parent) - 3 - spare)
+        place = Path(parent, name)
+        place.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        folder = RunFolder()
+        assert (folder.path.parent == place) == (spare == 0)
+        socket_fits(folder)
+        folder.remove()
+
+
+def test_no_place_at_all_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = str(long_folder(tmp_path))
+    monkeypatch.setattr(run_folder, "_places", lambda: [long])
+    monkeypatch.setattr(tempfile, "tempdir", long)
+    with pytest.raises(ConfigError, match=rf"TMPDIR={long}: .* set TMPDIR to such a folder"):
+        RunFolder()
+
+
+def test_folders_of_killed_front_ends_go_wherever_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "runtime"
+    left = other / f"{PREFIX}left"
+    left.mkdir(parents=True)
+    (left / "owner").write_text("")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
+    remove_abandoned()
+    assert not left.exists()
+
+
+def test_an_engine_serves_under_a_temporary_folder_of_120_characters(tmp_path: Path) -> None:
+    folder = long_folder(tmp_path)
+    assert len(str(folder)) == 120
+    command = [sys.executable, "-m", "moe_engine", "generate", "--max-new-tokens", "4", "--prompt"]
+    for tp in ("1", "2"):
+        done = subprocess.run(
+            [*command, "What is the capital of France?", "--max-total-tokens", "2048", "--tp", tp],
+            capture_output=True, text=True, timeout=120, env={**os.environ, "TMPDIR": str(folder)},
+            cwd=Path(__file__).resolve().parents[2],
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr

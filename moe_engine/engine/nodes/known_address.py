@@ -62,7 +62,8 @@ class KnownAddress:
         try:
             return socket.gethostbyname(self.host)
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"--dist-init-addr {self.text}: unknown host: {error}") from None
+            hint = "; an IPv6 address does not serve, give an IPv4 address or a name" if ":" in self.host else ""
+            raise ConfigError(f"--dist-init-addr {self.text}: unknown host: {error}{hint}") from None
 
 
 def host_of(address: str) -> str:

@@ -1,0 +1,153 @@
+"""The job scripts by bash alone, where srun, scontrol and the program are stand-ins: what they find, say and hand on.
+
+What they do under a real SLURM: test_serve.py and test_smoke.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
+NAMES = ("serve.sbatch", "bench.sbatch", "smoke.sbatch")
+
+SRUN = """#!/bin/bash
+echo "srun $*" >> "$LOG"
+while [[ "$1" == --* ]]; do shift; done
+for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done
+exit "${code:-0}"
+"""
+SCONTROL = """#!/bin/bash
+case "$*" in
+  "show job"*) echo "   Command=$JOB_SCRIPT" ; echo "   Requeue=0" ;;
+  "show config") echo "SlurmdPort = 6818" ;;
+esac
+"""
+PROGRAM = """#!/bin/bash
+if [ "$1 $2 $3" = "bench serving --help" ]; then
+  if [ -n "$NO_HTTPX" ]; then echo "ModuleNotFoundError: No module named 'httpx'" >&2; exit 1; fi
+  exit 0
+fi
+echo "program $0 node $SLURM_NODEID secret ${MOE_ENGINE_DIST_SECRET:-none}: $*" >> "$LOG"
+"""
+
+
+class Shell:
+    """A folder with the scripts beside a checkout, and a PATH on which SLURM's programs are stand-ins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkout, self.bin, self.log = folder / "checkout", folder / "bin", folder / "log"
+        shutil.copytree(SCRIPTS, self.checkout / "slurm")
+        self.log.write_text("")
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", "#!/bin/bash\n")):
+            self.program(self.bin / name, text)
+        self.environ = {
+            "PATH": f"{self.bin}:/usr/bin:/bin",
+            "HOME": str(folder),
+            "LOG": str(self.log),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_SUBMIT_DIR": str(folder),
+            "SLURMD_NODENAME": "node1",
+        }
+
+    def program(self, path: Path, text: str = PROGRAM) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    def run(self, script: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        path = self.checkout / "slurm" / script
+        variables = {**self.environ, "JOB_SCRIPT": str(path), **environ}
+        command = ["bash", str(path), *arguments]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_without_the_program_one_line_says_what_to_do(shell: Shell, script: str) -> None:
+    done = shell.run(script)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "no moe-engine in" in line and "make serve" in line and "MOE_ENGINE=" in line
+    assert shell.log.read_text() == ""  # no step was started
+    assert shell.run(script, MOE_ENGINE="/no/such/program").returncode == 2
+
+
+@pytest.mark.parametrize("script", ["serve.sbatch", "smoke.sbatch"])
+@pytest.mark.parametrize("place", ["beside", "virtual environment", "PATH", "named"])
+def test_the_program_is_found(shell: Shell, tmp_path: Path, script: str, place: str) -> None:
+    environ = {}
+    if place == "beside":
+        expected = shell.program(shell.checkout / ".venv/bin/moe-engine")
+        shell.program(shell.bin / "moe-engine")
+    elif place == "virtual environment":
+        expected = shell.program(tmp_path / "env/bin/moe-engine")
+        environ["VIRTUAL_ENV"] = str(tmp_path / "env")
+    elif place == "named":
+        expected = shell.program(tmp_path / "else/moe-engine")
+        environ["MOE_ENGINE"] = str(expected)
+        shell.program(shell.bin / "moe-engine")
+    else:
+        expected = shell.program(shell.bin / "moe-engine")
+    done = shell.run(script, **environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"program {expected} node 0" in shell.log.read_text()
+
+
+def test_all_tasks_of_a_job_get_one_secret_that_no_command_line_shows(shell: Shell) -> None:
+    shell.program(shell.bin / "moe-engine")
+    secrets = []
+    for _ in range(2):
+        shell.log.write_text("")
+        done = shell.run("serve.sbatch")
+        assert done.returncode == 0, done.stdout + done.stderr
+        log = shell.log.read_text()
+        found = re.findall(r"program .* node (\d) secret (\w+):", log)
+        assert [node for node, _ in found] == ["0", "1"] and found[0][1] == found[1][1]
+        secret = found[0][1]
+        assert re.fullmatch("[0-9a-f]{64}", secret)
+        (step,) = re.findall("^srun .*", log, re.M)
+        assert secret not in step + done.stdout + done.stderr
+        assert not any(secret in file.read_text() for file in shell.checkout.rglob("*") if file.is_file())
+        secrets.append(secret)
+    assert secrets[0] != secrets[1]
+
+
+def test_a_secret_that_is_set_already_wins(shell: Shell) -> None:
+    shell.program(shell.bin / "moe-engine")
+    shell.run("smoke.sbatch", MOE_ENGINE_DIST_SECRET="set-by-the-user")
+    assert "secret set-by-the-user:" in shell.log.read_text()
+
+
+def test_the_benchmark_looks_for_what_it_needs_before_it_starts_a_server(shell: Shell) -> None:
+    shell.program(shell.bin / "moe-engine")
+    done = shell.run("bench.sbatch", "--", "--num-prompts", "1", NO_HTTPX="1")
+    assert done.returncode == 2 and shell.log.read_text() == ""
+    assert "No module named 'httpx'" in done.stdout and "pip install 'moe-engine[bench]'" in done.stdout
+
+
+def test_the_python_of_a_program_on_the_path_is_the_one_it_names(shell: Shell, tmp_path: Path) -> None:
+    python = shell.program(tmp_path / "env/bin/python3", "#!/bin/bash\n")
+    shell.program(shell.bin / "moe-engine", f"#!{python}\n")
+    command = f"REPOSITORY={shell.checkout}; source {shell.checkout}/slurm/env.sh && echo $PYTHON"
+    done = subprocess.run(["bash", "-c", command], env=shell.environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(python), done.stderr
+
+
+def test_the_scripts_are_syntactically_right() -> None:
+    for file in SCRIPTS.iterdir():
+        if file.suffix in (".sh", ".sbatch"):
+            done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, timeout=60, env=os.environ)
+            assert done.returncode == 0, done.stderr
