@@ -122,7 +122,7 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
-    content = {endpoint.content: {}} if endpoint.content else {}
+    content: dict[str, Any] = {endpoint.content: {}} if endpoint.content else {}
     if endpoint.streams:
         content["text/event-stream"] = {}
     names = re.findall(r"\{(\w+)\}", endpoint.path)
