@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 LOGGER = "moe_engine"
@@ -36,8 +37,26 @@ def setup_logging(level: str = "info", tag: str = "", stream: TextIO | None = No
     return logger
 
 
-def uvicorn_config(level: str = "info", level_http: str | None = None) -> dict[str, Any]:
-    """The `log_config` of uvicorn: its lines in the same format, access lines from `level_http` up."""
+class AccessFilter(logging.Filter):
+    """Drops the access lines of paths that begin with one of `prefixes`."""
+
+    def __init__(self, prefixes: Sequence[str]) -> None:
+        super().__init__()
+        self._prefixes = tuple(prefixes)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        path = record.args[2] if isinstance(record.args, tuple) and len(record.args) == 5 else ""
+        return not str(path).startswith(self._prefixes)
+
+
+def uvicorn_config(
+    level: str = "info", level_http: str | None = None, quiet_paths: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The `log_config` of uvicorn: its lines in the same format, access lines from `level_http` up.
+
+    Args:
+        quiet_paths: beginnings of the paths that get no access line.
+    """
     formatter = {"()": "moe_engine.logs.Formatter"}
     access = {"()": "uvicorn.logging.AccessFormatter", "datefmt": DATE_FORMAT, "use_colors": False}
     access["fmt"] = '[%(asctime)s] %(levelname)s:     %(client_addr)s - "%(request_line)s" %(status_code)s'
@@ -46,9 +65,15 @@ def uvicorn_config(level: str = "info", level_http: str | None = None) -> dict[s
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"default": formatter, "access": access},
+        "filters": {"access": {"()": "moe_engine.logs.AccessFilter", "prefixes": list(quiet_paths)}},
         "handlers": {
             "default": {"class": "logging.StreamHandler", "formatter": "default", "stream": "ext://sys.stderr"},
-            "access": {"class": "logging.StreamHandler", "formatter": "access", "stream": "ext://sys.stderr"},
+            "access": {
+                "class": "logging.StreamHandler",
+                "formatter": "access",
+                "filters": ["access"],
+                "stream": "ext://sys.stderr",
+            },
         },
         "loggers": {
             "uvicorn": {"handlers": ["default"], "level": http, "propagate": False},

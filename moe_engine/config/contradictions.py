@@ -40,6 +40,8 @@ LEAST = {
     "eplb_rebalance_num_iterations": 1,
     "eplb_rebalance_layers_per_chunk": 1,
     "random_seed": -(2**63),
+    "timeout_keep_alive": 1,
+    "timeout_graceful_shutdown": 0,
 }
 MOST = {"log_requests_level": 3, "port": 65535, "random_seed": 2**63 - 1, "speculative_eagle_topk": 64}
 

@@ -20,6 +20,13 @@ class LoggingArgs:
         choices=LEVELS,
         synonyms={"warn": "warning"},
     )
+    uvicorn_access_log_exclude_prefixes: str = flag(
+        "",
+        "Requests whose path begins with one of these get no line in the log, for instance /health /metrics. Left "
+        "out: all get one.",
+        many=True,
+        metavar="PATH",
+    )
     log_requests: bool = flag(False, "Log each request when it arrives and when it ends.")
     log_requests_level: int = flag(
         2,

@@ -91,3 +91,10 @@ class ServerArgs:
     watchdog_timeout: float = flag(
         300.0, "Seconds after which a step that does not end is reported and the engine is stopped.", metavar="SECONDS"
     )
+    timeout_keep_alive: int = flag(60, "Seconds that a connection stays open between two requests.", metavar="SECONDS")
+    timeout_graceful_shutdown: int | None = flag(
+        None,
+        "Seconds that running requests have to end after SIGTERM; then they are cancelled. Left out: they all end. A "
+        "second SIGTERM ends the wait too.",
+        metavar="SECONDS",
+    )

@@ -16,14 +16,26 @@ from moe_engine.server.auth import KeyCheck
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.body_work import body_work
 from moe_engine.server.control_api import LATER_ENDPOINTS, ControlApi, internal_states, version
-from moe_engine.server.errors import Handler, Problem, Shape, error_response, guarded, native_body, openai_body
+from moe_engine.server.edge import EdgeCheck
+from moe_engine.server.errors import (
+    Handler,
+    Problem,
+    Shape,
+    body_shape,
+    error_response,
+    guarded,
+    native_body,
+    openai_body,
+)
 from moe_engine.server.experts_api import ExpertsApi
 from moe_engine.server.http_io import json_response
 from moe_engine.server.metrics import Metrics
+from moe_engine.server.metrics_http import StatusCount
 from moe_engine.server.native_api import NativeApi
 from moe_engine.server.observers import Observers, RequestLog
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_completions import CompletionsApi
+from moe_engine.server.openapi import ENDPOINTS, POLICY, docs_page, openapi
 from moe_engine.server.parse_api import ParseApi
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
@@ -43,15 +55,20 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     _check_parsers(settings)
     state = ServerState(frontend, client, settings, make_template(settings, frontend.tokenizer))
     state.bodies = Bodies(body_work(state), settings.max_body_bytes, _text_processes(state))
-    app = FastAPI(title="moe-engine", version=version())
+    # the description of FastAPI knows nothing of these endpoints, and its page fetches scripts from the internet
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.state.server = state
     _add_openai(app, state)
     _add_native(app, state)
-    _add_metrics(app, state)
+    _add_pages(app)
+    metrics = _add_metrics(app, state)
     app.add_exception_handler(HTTPException, _no_such_route)
     if settings.api_key or settings.admin_api_key:
         app.add_middleware(KeyCheck, api_key=settings.api_key, admin_api_key=settings.admin_api_key)
+    app.add_middleware(EdgeCheck, check_origin=not settings.api_key)
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    if metrics is not None:
+        app.add_middleware(StatusCount, metrics=metrics)
     return app
 
 
@@ -85,17 +102,14 @@ def _check_parsers(settings: ServerSettings) -> None:
             raise ConfigError(f"{flag} {chosen}: not available yet in moe-engine; choose one of {', '.join(known)}")
 
 
-def _route(
-    app: FastAPI, paths: str, handler: Handler, shape: Shape, methods: str = "GET", *, show: bool = True
-) -> None:
+def _route(app: FastAPI, paths: str, handler: Handler, shape: Shape, methods: str = "GET") -> None:
     endpoint = guarded(handler, shape)
     wanted = methods.split()
+    if wanted == ["GET"]:  # those that take POST too change something; uvicorn leaves the body out
+        wanted.append("HEAD")
     for path in paths.split():
-        if wanted == ["GET"]:  # those that take POST too change something; uvicorn leaves the body out
-            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
         for method in wanted:
-            name = f"{method.lower()}{path}"
-            app.add_api_route(path, endpoint, methods=[method], operation_id=name, include_in_schema=show)
+            app.add_api_route(path, endpoint, methods=[method])
 
 
 def _add_openai(app: FastAPI, state: ServerState) -> None:
@@ -120,7 +134,7 @@ def _add_openai(app: FastAPI, state: ServerState) -> None:
         return json_response({"object": "list", "data": [card()]})
 
     async def model(request: Request) -> Response:
-        state.check_model(request.path_params["model"])
+        state.find_model(request.path_params["model"])
         return json_response(card())
 
     _route(app, "/v1/models", models, openai_body)
@@ -136,7 +150,7 @@ def _add_native(app: FastAPI, state: ServerState) -> None:
     _route(app, "/detokenize /v1/detokenize", native.detokenize, native_body, "POST")
     _route(app, "/separate_reasoning", parse.separate_reasoning, native_body, "POST")
     _route(app, "/parse_function_call", parse.parse_function_call, native_body, "POST")
-    _route(app, "/health /ready /ping", control.health, native_body, "GET HEAD")
+    _route(app, "/health /ready /ping", control.health, native_body)
     _route(app, "/health_generate", control.health_generate, native_body)
     _route(app, "/model_info /get_model_info", control.model_info, native_body)
     _route(app, "/server_info /get_server_info", control.server_info, native_body)
@@ -149,15 +163,32 @@ def _add_native(app: FastAPI, state: ServerState) -> None:
     _route(app, "/experts", experts.page, native_body)
     _route(app, "/experts/data", experts.data, native_body)
     for path in LATER_ENDPOINTS:
-        shape = openai_body if path.startswith("/v1") else native_body
-        _route(app, path, control.later, shape, "GET POST PUT", show=False)
+        shape = body_shape(path)
+        _route(app, path, control.later, shape, "GET POST PUT")
 
 
-def _add_metrics(app: FastAPI, state: ServerState) -> None:
+def _add_pages(app: FastAPI) -> None:
+    async def root(request: Request) -> Response:
+        paths = sorted(endpoint.path for endpoint in ENDPOINTS)
+        return json_response({"server": "moe-engine", "docs": "/docs", "endpoints": paths})
+
+    async def description(request: Request) -> Response:
+        return json_response(openapi(version()))
+
+    async def docs(request: Request) -> Response:
+        page = docs_page(version(), str(request.base_url).rstrip("/"))
+        return Response(page, media_type="text/html", headers={"content-security-policy": POLICY})
+
+    _route(app, "/", root, native_body)
+    _route(app, "/openapi.json", description, native_body)
+    _route(app, "/docs", docs, native_body)
+
+
+def _add_metrics(app: FastAPI, state: ServerState) -> Metrics | None:
     observers: list[Observer] = [state.frontend.observer] if state.frontend.observer else []
     if state.settings.log_requests:
         observers.append(RequestLog(state.settings.log_requests_level))
-    metrics = Metrics(state.model_name, state.client.info) if state.settings.enable_metrics else None
+    metrics = Metrics(state.model_name, state.client.info, version()) if state.settings.enable_metrics else None
     if metrics is not None:
         observers.append(metrics)
     if observers:
@@ -170,6 +201,7 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     _route(app, "/metrics", page, native_body)
+    return metrics
 
 
 async def _no_such_route(request: Request, exc: Exception) -> Response:
@@ -178,7 +210,7 @@ async def _no_such_route(request: Request, exc: Exception) -> Response:
     allowed = _methods_of(request) if status == 405 else ""
     message = f"{method} {path}: no such endpoint" if status == 404 else f"{method} {path}: not allowed; use {allowed}"
     problem = Problem(status, message, "NotFoundError" if status == 404 else "BadRequestError", None, status)
-    response = error_response(problem, openai_body if path.startswith("/v1") else native_body)
+    response = error_response(problem, body_shape(path))
     if allowed:
         response.headers["allow"] = allowed
     return response

@@ -6,11 +6,11 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moe_engine.server.errors import Problem, error_response, native_body, openai_body
+from moe_engine.server.errors import Problem, body_shape, error_response
 
 FREE_PREFIXES = ("/health", "/metrics", "/ready", "/ping")
-FREE_PATHS = frozenset({"/experts"})
-"""A page without data: it asks for the key, and sends it with what it fetches."""
+FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
+"""They show nothing of what is served. /experts asks for the key, and sends it with what it fetches."""
 
 ADMIN_PATHS = frozenset(
     {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile"}
@@ -37,8 +37,7 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._allowed(scope):
             problem = Problem(401, self._hint(scope["path"]), "authentication_error", None, "invalid_api_key")
-            shape = openai_body if scope["path"].startswith("/v1") else native_body
-            await error_response(problem, shape)(scope, receive, send)
+            await error_response(problem, body_shape(scope["path"]))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -47,17 +46,19 @@ class KeyCheck:
         if scope["method"] == "OPTIONS" or path.startswith(FREE_PREFIXES) or path in FREE_PATHS:
             return True
         wanted = self._api_key
-        if self._admin_api_key and _is_admin(path):
+        if self._admin_api_key and changes_engine(path):
             wanted = self._admin_api_key
         if not wanted:
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, b"Bearer " + wanted.encode())
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(b" "), wanted.encode())
 
     def _hint(self, path: str) -> str:
-        which = "admin API key" if self._admin_api_key and _is_admin(path) else "API key"
+        which = "admin API key" if self._admin_api_key and changes_engine(path) else "API key"
         return f"Missing or wrong {which}; send the header 'Authorization: Bearer <key>'."
 
 
-def _is_admin(path: str) -> bool:
+def changes_engine(path: str) -> bool:
+    """Whether the endpoint of a path changes the engine rather than use it."""
     return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)

@@ -34,6 +34,7 @@ LATER_ENDPOINTS = (
 class ControlApi:
     def __init__(self, state: ServerState) -> None:
         self._state = state
+        self._probe: asyncio.Task[None] | None = None
 
     async def health(self, request: Request) -> Response:
         """Liveness and progress, from shared memory: no generation, no queue."""
@@ -43,7 +44,18 @@ class ControlApi:
         return Response(status_code=200)
 
     async def health_generate(self, request: Request) -> Response:
-        """Generates one token."""
+        """Generates one token. Requests that come meanwhile share it: as in SGLang, the endpoint needs no key."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._generate_one())
+            self._probe.add_done_callback(lambda task: task.cancelled() or task.exception())  # clients may be gone
+        timeout = self._state.settings.health_timeout
+        try:
+            await unless_gone(request, asyncio.shield(self._probe))
+        except TimeoutError:
+            raise InputError(f"no token within {timeout:g} s", status=503) from None
+        return Response(status_code=200)
+
+    async def _generate_one(self) -> None:
         inp = GenerateInput(
             input_ids=[0],
             # a seed of its own, as probes must not change those that are drawn for requests
@@ -51,12 +63,7 @@ class ControlApi:
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
             log_metrics=False,
         )
-        timeout = self._state.settings.health_timeout
-        try:
-            await unless_gone(request, asyncio.wait_for(self._state.frontend.generate(inp), timeout))
-        except TimeoutError:
-            raise InputError(f"no token within {timeout:g} s", status=503) from None
-        return Response(status_code=200)
+        await asyncio.wait_for(self._state.frontend.generate(inp), self._state.settings.health_timeout)
 
     async def model_info(self, request: Request) -> Response:
         info, settings = self._state.client.info, self._state.settings

@@ -81,13 +81,18 @@ def native_body(problem: Problem) -> dict[str, Any]:
     return {"error": problem.fields()}
 
 
+def body_shape(path: str) -> Shape:
+    """How errors of a path look."""
+    return openai_body if path.startswith("/v1") else native_body
+
+
 Shape = Callable[[Problem], dict[str, Any]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def error_response(problem: Problem, shape: Shape) -> Response:
     response = Response(msgspec.json.encode(shape(problem)), problem.status, media_type="application/json")
-    if problem.status in (408, 413):
+    if problem.status in (408, 413, 431):
         response.headers["connection"] = "close"  # the rest of the body is not wanted
     if problem.status == 401:
         response.headers["www-authenticate"] = "Bearer"

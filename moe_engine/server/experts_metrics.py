@@ -7,34 +7,34 @@ from typing import Any
 
 import prometheus_client as prom
 
-_EPLB = {
-    "eplb_rebalances": "Times that experts were moved to a new plan, since the start.",
-    "eplb_experts_received": "Experts that came to a rank from others, since the start (rank 0).",
-    "eplb_pause_seconds": "Time that steps waited for moves, since the start (rank 0), s.",
-    "eplb_longest_pause_seconds": "Longest wait of one step for moves (rank 0), s.",
-    "eplb_pause_share": "Waits for moves over the time of the steps with moves (rank 0).",
-    "eplb_planned_balancedness": "Mean over max tokens of the ranks that the last plan should bring.",
+# name -> (field of the state, what it is)
+_COUNTERS = {
+    "eplb_rebalances_total": ("rebalances", "Times that experts were moved to a new plan."),
+    "eplb_experts_received_total": ("experts_received", "Experts that came to a rank from others (rank 0)."),
+    "eplb_pause_seconds_total": ("pause_seconds", "Time that steps waited for moves (rank 0), s."),
 }
-_KEYS = {
-    "eplb_rebalances": "rebalances",
-    "eplb_experts_received": "experts_received",
-    "eplb_pause_seconds": "pause_seconds",
-    "eplb_longest_pause_seconds": "longest_pause",
-    "eplb_pause_share": "pause_share",
-    "eplb_planned_balancedness": "after",
+_GAUGES = {
+    "eplb_longest_pause_seconds": ("longest_pause", "Longest wait of one step for moves (rank 0), s."),
+    "eplb_pause_share": ("pause_share", "Waits for moves over the time of the steps with moves (rank 0)."),
+    "eplb_planned_balancedness": ("after", "Mean over max tokens of the ranks that the last plan should bring."),
 }
 
 
-class ExpertGauges:
-    """Set from what the cores tell of themselves (`worker.expert_control.ExpertControl.state`)."""
+class ExpertMetrics:
+    """Set from the state that the cores report (`worker.expert_control.ExpertControl.state`)."""
 
     def __init__(self, registry: prom.CollectorRegistry, labels: Mapping[str, str]) -> None:
         names = list(labels)
         self._labels = labels
         self._gauges = {
             name: prom.Gauge(f"sglang:{name}", text, names, registry=registry).labels(**labels)
-            for name, text in _EPLB.items()
+            for name, (_, text) in _GAUGES.items()
         }
+        self._counters = {
+            name: prom.Counter(f"sglang:{name}", text, names, registry=registry).labels(**labels)
+            for name, (_, text) in _COUNTERS.items()
+        }
+        self._counted = dict.fromkeys(_COUNTERS, 0.0)
         text = "Mean over max tokens of the ranks, averaged over layers and the last passes."
         self._balancedness = prom.Gauge("sglang:eplb_balancedness", text, [*names, "window"], registry=registry)
 
@@ -43,5 +43,12 @@ class ExpertGauges:
         for state in states[:1]:
             for window, value in state.get("balancedness", {}).items():
                 self._balancedness.labels(**self._labels, window=window).set(value)
-            for name, key in _KEYS.items() if "eplb" in state else ():
-                self._gauges[name].set(state["eplb"][key])
+            if "eplb" in state:
+                self._set_eplb(state["eplb"])
+
+    def _set_eplb(self, eplb: Mapping[str, float]) -> None:
+        for name, (key, _) in _GAUGES.items():
+            self._gauges[name].set(eplb[key])
+        for name, (key, _) in _COUNTERS.items():
+            self._counters[name].inc(max(0.0, eplb[key] - self._counted[name]))
+            self._counted[name] = max(self._counted[name], eplb[key])

@@ -1,25 +1,72 @@
-"""uvicorn's HTTP/1.1 connection, with bodies of requests that offer an upgrade.
+"""uvicorn's HTTP/1.1 connection, with bodies of requests that offer an upgrade, and limits on a request's head.
 
 Clients such as Java's HttpClient and ``curl --http2`` send ``Upgrade: h2c`` with every first request on a plain
 connection. A server that does not take the offer answers in HTTP/1.1 as if the header were not there (RFC 9110, 7.8);
-httptools, however, stops reading at the end of such a head and leaves the body to the new protocol.
+httptools, however, stops reading at the end of such a head and leaves the body to the new protocol. uvicorn's other
+parser, h11, does read it, but spends several times as long on each piece of a stream.
+
+uvicorn has no public way to change either, and no limits on a head for httptools. This class is built on a private one:
+`PRIVATE` lists what it uses, pyproject.toml has an upper bound for uvicorn's version, and a test compares them.
 """
 
 from __future__ import annotations
 
+import asyncio
+from http import HTTPStatus
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+MAX_HEAD_BYTES = 2**16
+HEAD_SECONDS = 60.0
+"""A request's head must be complete so long after the connection, or after the head's first byte."""
+
+PRIVATE = frozenset(
+    {"_unset_keepalive_if_required", "cycle", "headers", "logger", "loop", "parser", "send_400_response", "transport"}
+    | {"on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"}
+)
+"""What `Connection` uses of `HttpToolsProtocol` beyond `asyncio.Protocol`; of `cycle` its `more_body`."""
+
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Connection(HttpToolsProtocol):
-    """Ignores offers to upgrade: what follows such a head is read as its body."""
+    """Ignores offers to upgrade: what follows such a head is read as its body. Refuses heads that are long or late."""
+
+    _head_bytes: int | None = 0
+    """Bytes of a head that is not complete; None while a body or an answer is on its way."""
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_ended()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._head_ended()
+        super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        size = len(data)
+        self._parse(data)
+        if self._head_bytes is None or self.transport.is_closing():
+            return
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"The request's headers are larger than this server accepts ({MAX_HEAD_BYTES} bytes).")
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _parse(self, data: bytes) -> None:
         while data:
             try:
                 self.parser.feed_data(data)
@@ -34,6 +81,28 @@ class Connection(HttpToolsProtocol):
                 self.logger.warning(message)
                 self.send_400_response(message)
                 return
+
+    def _head_ended(self) -> None:
+        self._head_bytes = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if self._head_bytes:
+            self._refuse(408, f"The request's headers were not complete within {HEAD_SECONDS:g} s.")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        lines = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "content-type: text/plain; charset=utf-8",
+            f"content-length: {len(message)}",
+            "connection: close",
+        )
+        self.transport.write("\r\n".join([*lines, "", message]).encode())
+        self.transport.close()
 
 
 def _head_again(headers: list[tuple[bytes, bytes]]) -> bytes:

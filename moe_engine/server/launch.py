@@ -133,6 +133,9 @@ async def _serve(
         log_level=config.logging.log_level,
         log_level_http=config.logging.log_level_http,
         on_ready=ready,
+        keep_alive_seconds=config.server.timeout_keep_alive,
+        drain_seconds=config.server.timeout_graceful_shutdown,
+        quiet_paths=tuple(config.logging.uvicorn_access_log_exclude_prefixes.split()),
         stop=switch,
     )
     watchdog.cancel()

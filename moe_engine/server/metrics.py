@@ -10,7 +10,7 @@ import prometheus_client as prom
 
 from moe_engine.engine.client_api import EngineClient, EngineInfo
 from moe_engine.engine.generation import Generation
-from moe_engine.server.experts_metrics import ExpertGauges
+from moe_engine.server.experts_metrics import ExpertMetrics
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 _ITL = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1, 2, 4, 8)
@@ -69,8 +69,12 @@ _BY_POSITION = ("spec_position_accept_rate", "Share of steps whose drafts were a
 class Metrics:
     """An `Observer` of the front end that renders a Prometheus page."""
 
-    def __init__(self, model_name: str, info: EngineInfo) -> None:
+    def __init__(self, model_name: str, info: EngineInfo, version: str) -> None:
         self.registry = prom.CollectorRegistry()
+        prom.ProcessCollector(registry=self.registry)
+        prom.GCCollector(registry=self.registry)
+        build = prom.Info("moe_engine_build", "The running version and the model.", registry=self.registry)
+        build.info({"version": version, "model_name": model_name, "model_type": info.model_type, "dtype": info.dtype})
         self._info = info
         self._labels = {
             "model_name": model_name,
@@ -96,7 +100,7 @@ class Metrics:
         self._seen = dict.fromkeys(_TOTALS_FROM_STATE, 0)
         self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}
         self._speculation: SpeculationGauges | None = None
-        self._experts: ExpertGauges | None = None
+        self._experts: ExpertMetrics | None = None
 
     # -- Observer
 
@@ -161,7 +165,7 @@ class Metrics:
         found_experts = [s for s in states if "eplb" in s or "balancedness" in s]
         if found_experts:
             if self._experts is None:
-                self._experts = ExpertGauges(self.registry, self._labels)
+                self._experts = ExpertMetrics(self.registry, self._labels)
             self._experts.set(found_experts)
         return prom.generate_latest(self.registry)
 

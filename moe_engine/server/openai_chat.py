@@ -40,7 +40,7 @@ class ChatApi:
     def read(self, body: dict[str, Any]) -> Plan:
         """Its options: the request without what the prompt was made of, the model's name, `ParserOptions`."""
         req = parse_request(body, ChatRequest)
-        model = self._state.check_model(req.model)
+        model = self._state.answered_model(req.model)
         self._state.tokenizer()
         tools = self._tools(req)
         options = {

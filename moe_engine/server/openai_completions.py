@@ -40,7 +40,7 @@ class CompletionsApi:
     def read(self, body: dict[str, Any]) -> Plan:
         """Its options: the request without its prompt, the model's name."""
         req = parse_request(body, CompletionRequest)
-        model = self._state.check_model(req.model)
+        model = self._state.answered_model(req.model)
         tokenizer = self._state.tokenizer()
         read = self._state.frontend.read(self._input(req))
         for prompt in read.prompts:

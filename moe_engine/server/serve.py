@@ -18,7 +18,6 @@ import uvicorn
 from moe_engine import logs
 from moe_engine.errors import ConfigError
 from moe_engine.server.http_protocol import Connection
-from moe_engine.server.listen import bind
 from moe_engine.server.stop import StopSwitch
 
 Hook = Callable[..., Awaitable[None] | None]
@@ -29,10 +28,9 @@ BACKLOG = 4096
 class GracefulServer(uvicorn.Server):
     """uvicorn that tells when it listens, finishes what runs on the first signal and leaves at once on the second."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Hook | None, on_shutdown: Hook | None) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Hook | None) -> None:
         super().__init__(config)
         self._on_ready = on_ready
-        self._on_shutdown = on_shutdown
         self._ready_task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -40,11 +38,6 @@ class GracefulServer(uvicorn.Server):
         if self._on_ready is not None and not self.should_exit and sockets:
             host, port = sockets[0].getsockname()[:2]
             self._ready_task = asyncio.create_task(_call(self._on_ready, host, port))
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets=sockets)
-        if self._on_shutdown is not None:
-            await _call(self._on_shutdown)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -78,9 +71,9 @@ async def serve(
     log_level: str = "info",
     log_level_http: str | None = None,
     on_ready: Hook | None = None,
-    on_shutdown: Hook | None = None,
     keep_alive_seconds: int = 60,
     drain_seconds: int | None = None,
+    quiet_paths: tuple[str, ...] = (),
     stop: StopSwitch | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT; then stops accepting, lets running requests end, and returns.
@@ -88,8 +81,10 @@ async def serve(
     Args:
         sock: from `bind`.
         on_ready: called with (host, port) once requests are answered; may be async.
-        on_shutdown: called when the last request has ended; may be async.
-        drain_seconds: longest wait for running requests; None waits for all. A second signal ends the wait.
+        keep_alive_seconds: how long a connection without a request stays open (`--timeout-keep-alive`).
+        drain_seconds: longest wait for running requests; None waits for all (`--timeout-graceful-shutdown`). A second
+            signal ends the wait.
+        quiet_paths: requests whose path begins with one of these are left out of the access log.
         stop: ends the server from inside.
 
     Raises:
@@ -98,7 +93,7 @@ async def serve(
     http_level = logging.getLevelNamesMapping().get((log_level_http or log_level).upper(), logging.INFO)
     config = uvicorn.Config(
         app,
-        log_config=logs.uvicorn_config(log_level, log_level_http),
+        log_config=logs.uvicorn_config(log_level, log_level_http, quiet_paths),
         log_level=http_level,
         access_log=http_level <= logging.INFO,
         http=Connection,
@@ -114,18 +109,7 @@ async def serve(
     except OSError as exc:  # another server that was starting too was quicker
         host, port = sock.getsockname()[:2]
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
-    server = GracefulServer(config, on_ready, on_shutdown)
+    server = GracefulServer(config, on_ready)
     if stop is not None:
         stop.connect(lambda: server.handle_exit(signal.SIGTERM, None))
     await server.serve(sockets=[sock])
-
-
-def run_server(app: Any, host: str, port: int, **options: Any) -> None:
-    """`serve` in an event loop of its own (uvloop). For options see there."""
-    import uvloop
-
-    sock = bind(host, port)
-    try:
-        uvloop.run(serve(app, sock, **options))
-    finally:
-        sock.close()

@@ -31,15 +31,29 @@ class ServerState:
     def model_name(self) -> str:
         return self.settings.served_model_name or self.client.info.served_model_name
 
-    def check_model(self, model: str | None) -> str:
-        """The name to answer with.
+    def answered_model(self, model: str | None) -> str:
+        """The name to answer with: the client's own, as in SGLang, whatever it is.
 
         Raises:
-            ModelNotFoundError: unless it is the served name, the model's path, or "default".
+            InputError: a LoRA adapter is asked for (`base:adapter`).
         """
-        if model is None or model in ("default", self.model_name, self.client.info.model_path):
-            return model or self.model_name
-        raise ModelNotFoundError(model, self.model_name)
+        if model is not None and ":" in model and model not in self._names:
+            base, _, adapter = model.partition(":")
+            raise InputError(
+                f"model: {adapter!r:.80} in {model!r:.80} names a LoRA adapter, which is not available yet in "
+                f"moe-engine; send {base!r:.80}",
+                field="model",
+            )
+        return model or self.model_name
+
+    def find_model(self, model: str) -> None:
+        """Raises ModelNotFoundError unless it is the served name, the model's path, or "default"."""
+        if model not in self._names:
+            raise ModelNotFoundError(model, self.model_name)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return "default", self.model_name, self.client.info.model_path
 
     @cached_property
     def token_json(self) -> TokenJson:

@@ -46,7 +46,7 @@ def test_nothing_stays_auto(resolved):
     decided = reasons(config)
     may_stay = {"revision", "download_dir", "chat_template", "api_key", "admin_api_key", "reasoning_parser",
                 "tool_call_parser", "log_level_http", "max_queued_requests", "prefill_max_requests", "model_path",
-                "quantization", "torch_compile_cache_dir"}  # fmt: skip
+                "quantization", "torch_compile_cache_dir", "timeout_graceful_shutdown"}  # fmt: skip
     for part in (SpeculativeArgs, ParallelArgs, ExpertArgs, GraphArgs):  # they ask for nothing
         may_stay |= {info.name for info in fields_of(part)}
     for part in PARTS.values():
@@ -147,6 +147,8 @@ def test_v3_on_a_large_machine(resolved):
         ({"chunked_prefill_size": -2}, ["--chunked-prefill-size -2"]),
         ({"schedule_conservativeness": -1}, ["--schedule-conservativeness"]),
         ({"watchdog_timeout": 0}, ["--watchdog-timeout 0"]),
+        ({"timeout_keep_alive": 0}, ["--timeout-keep-alive 0", "at least 1"]),
+        ({"timeout_graceful_shutdown": -1}, ["--timeout-graceful-shutdown -1", "at least 0"]),
         ({"log_requests_level": 4}, ["--log-requests-level 4", "at most 3"]),
         ({"served_model_name": "a:b"}, ["--served-model-name", "colon"]),
         ({"chat_template": "/no/such.jinja"}, ["--chat-template /no/such.jinja"]),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import CHAT, post, talk
+from tests.server.harness import CHAT, get, post, real_server, talk
 
 NAN = float("nan")
 NATIVE = [
@@ -201,17 +202,47 @@ def test_large_body_is_refused_unread():
     assert response.status_code == 413
     assert "1000 bytes" in response.json()["message"]
     assert read <= 3
+    assert response.headers["connection"] == "close"  # what follows on it is the rest of the body
 
 
-def test_unknown_model():
+@pytest.mark.parametrize("form", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
+def test_a_body_that_is_too_large_ends_its_connection(form):
+    """Its rest would be taken for the next request."""
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\n{form}\r\n\r\n".encode()
+    body = b" " * 4000 if "Length" in form else b"fa0\r\n" + b" " * 4000 + b"\r\n"
+    with real_server(FakeClient(), max_body_bytes=1000) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(head + body)
+            received = b""
+            while data := connection.recv(65536):  # ends by the server's hand, or this test by its timeout
+                received += data
+    assert received.startswith(b"HTTP/1.1 413") and received.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_any_model_is_answered_under_its_name(path):
+    """As SGLang does: snippets with another model's name work."""
     client = FakeClient()
-    response = post(client, "/v1/chat/completions", chat(model="gpt-4"))
-    assert response.status_code == 404
-    assert response.json()["code"] == "model_not_found"
+    body = {"prompt": "x", **chat()}
+    for name in ("tiny", "default", "/models/tiny", "gpt-4", "org/model-7B"):
+        for settings in ({}, {"served_model_name": "other"}):
+            response = post(client, path, {**body, "model": name}, **settings)
+            assert (response.status_code, response.json()["model"]) == (200, name)
+    assert post(client, path, body).json()["model"] == "tiny"
+    refused = post(client, path, {**body, "model": "tiny:french"})
+    assert refused.status_code == 400
+    assert "'french' in 'tiny:french' names a LoRA adapter, which is not available yet" in refused.json()["message"]
+    assert "send 'tiny'" in refused.json()["message"] and refused.json()["param"] == "model"
+
+
+def test_unknown_models_are_not_listed():
+    response = get(FakeClient(), "/v1/models/gpt-4")
+    assert (response.status_code, response.json()["code"]) == (404, "model_not_found")
     assert "'gpt-4' does not exist; this server has 'tiny'" in response.json()["message"]
-    for name in ("tiny", "default", "/models/tiny", None):
-        assert post(client, "/v1/chat/completions", chat(model=name)).status_code == 200
-    assert post(client, "/v1/chat/completions", chat(model="tiny"), served_model_name="other").status_code == 404
+    for name in ("tiny", "default", "models/tiny"):
+        assert get(FakeClient(), f"/v1/models/{name}").status_code == (404 if name == "models/tiny" else 200)
+    assert get(FakeClient(), "/v1/models//models/tiny").json()["id"] == "tiny"
 
 
 def test_template_refusal_and_no_template():

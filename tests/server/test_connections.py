@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import gc
 import gzip
+import inspect
 import json
 import socket
+import tomllib
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
+from packaging.requirements import Requirement
 
 from moe_engine.errors import ConfigError
+from moe_engine.server import http_protocol
 from moe_engine.server.listen import bind, url_host
+from moe_engine.server.serve import serve
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import TEXT, get, post, real_server, talk
+from tests.server.harness import TEXT, get, make_app, post, real_server, talk
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
 
@@ -74,6 +85,110 @@ def test_an_offer_without_a_body():
     with real_server(FakeClient()) as address:
         answers = exchange(address, b"GET /model_info HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"\r\n", CLOSE)
     assert [status for status, _ in answers] == [200, 200]
+
+
+def test_what_is_used_of_uvicorns_private_class_is_there():
+    """It is not promised to stay. pyproject.toml allows the versions that were tried; raise its bound after this
+    file's tests."""
+    with real_server(FakeClient()) as address, connected(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        (live,) = [made for made in gc.get_objects() if type(made) is http_protocol.Connection and made.transport]
+        missing = {name for name in http_protocol.PRIVATE if not hasattr(live, name)}
+        assert not missing and hasattr(live.cycle, "more_body"), (uvicorn.__version__, missing)
+    wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    (bound,) = [Requirement(text).specifier for text in wanted if text.startswith("uvicorn")]
+    assert bound.contains(uvicorn.__version__) and not bound.contains("999")
+    source = ast.parse(inspect.getsource(http_protocol.Connection))
+    own = set(vars(http_protocol.Connection)) | {"connection_made", "connection_lost"}
+    used = {
+        node.attr
+        for node in ast.walk(source)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Call))
+        and (getattr(node.value, "id", "") == "self" or getattr(getattr(node.value, "func", None), "id", "") == "super")
+    }  # fmt: skip
+    assert used - own <= http_protocol.PRIVATE
+
+
+def connected(address: str) -> socket.socket:
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def answer_to(address: str, *parts: bytes) -> bytes:
+    """What comes back until the server closes the connection."""
+    received = b""
+    with connected(address) as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+            while data := connection.recv(65536):
+                received += data
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    return received
+
+
+WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+LONG_HEADER = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 70_000
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (LONG_HEADER + b"\r\n\r\n",),
+        (LONG_HEADER[:-30_000], LONG_HEADER[-30_000:], b"\r\n\r\n"),
+        (LONG_HEADER, b"x" * 10_000_000),  # without an end
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Short: 1\r\n" * 10_000 + b"\r\n",),
+    ],
+    ids=["whole", "in-parts", "endless", "many"],
+)
+def test_large_heads_are_refused(parts):
+    with real_server(FakeClient()) as address:
+        answer = answer_to(address, *parts)
+        if len(parts) != 2:  # a client that is still sending may see its connection reset before the answer
+            assert answer.startswith(b"HTTP/1.1 431") and b"65536 bytes" in answer
+        near = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Long: " + b"x" * 60_000 + b"\r\n\r\n"
+        assert answer_to(address, near).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("parts", [(), (b"GET /health HTTP/1.1\r\nHost: ",), (WHOLE, b"GET /he")])
+def test_heads_that_do_not_end_are_refused(monkeypatch, parts):
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.3)
+    with real_server(FakeClient()) as address:
+        answer = answer_to(address, *parts)
+    assert answer.count(b"HTTP/1.1 408") == (1 if parts else 0)
+    assert answer.count(b"HTTP/1.1 200") == (1 if len(parts) == 2 else 0)
+
+
+def test_a_slow_answer_is_no_slow_head(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    client = FakeClient()
+    client.delay = 0.1
+    with real_server(client) as address:
+        answers = exchange(address, request(BODY), CLOSE)
+    assert [status for status, _ in answers] == [200, 200]
+
+
+@pytest.mark.parametrize(("prefixes", "shown"), [((), 3), (("/health",), 1), (("/health", "/v1/mod"), 0)])
+def test_paths_left_out_of_the_access_log(capfd, prefixes, shown):
+    async def main():
+        sock, done = bind("127.0.0.1", 0), asyncio.Event()
+
+        async def ready(host, port):
+            await asyncio.to_thread(lambda: [httpx.get(f"http://{host}:{port}{p}") for p in PATHS])
+            done.set()
+
+        task = asyncio.create_task(serve(make_app(FakeClient()), sock, on_ready=ready, quiet_paths=prefixes))
+        await done.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert sum("HTTP/1.1" in line for line in capfd.readouterr().err.splitlines()) == shown
+
+
+PATHS = ("/health", "/health?x=1", "/v1/models")
 
 
 def test_compressed_bodies_are_refused_by_name():

@@ -9,10 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from moe_engine.engine.client_api import Health
 from moe_engine.errors import ConfigError
 from moe_engine.server import native_api
+from moe_engine.server.control_api import version
 from moe_engine.server.settings import load_sampling_defaults
 from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
@@ -43,6 +45,21 @@ def test_health_tells_the_truth(path):
     assert client.requests == []
 
 
+def test_probes_at_once_share_one_token():
+    """The endpoint needs no key."""
+    client = FakeClient()
+    client.delay = 0.2
+
+    async def session(http):
+        answers = await asyncio.gather(*(http.get("/health_generate") for _ in range(20)))
+        assert len(client.requests) == 1
+        again = await http.get("/health_generate")
+        return {answer.status_code for answer in (*answers, again)}
+
+    assert talk(client, session) == {200}
+    assert len(client.requests) == 2
+
+
 def test_health_generate():
     client = FakeClient()
     assert get(client, "/health_generate").status_code == 200
@@ -70,6 +87,16 @@ def test_keys():
     for free in ("/health", "/ready", "/ping", "/health_generate"):
         assert code(free, **keys) == 200
     assert code("/metrics", enable_metrics=True, **keys) == 200
+    for scheme, status in (
+        ("bearer", 200),
+        ("BEARER", 200),
+        ("Bearer ", 200),
+        ("Basic", 401),
+        ("", 401),
+        ("Bearerk", 401),
+    ):
+        headers = {"Authorization": f"{scheme} k"}
+        assert get(FakeClient(), "/v1/models", headers=headers, **keys).status_code == status, scheme
     response = post(FakeClient(), "/v1/completions", {"prompt": "x"}, **keys)
     assert response.json()["error"]["code"] == "invalid_api_key"
 
@@ -87,7 +114,7 @@ def test_metrics():
     page = talk(client, session, enable_metrics=True)
     values: dict[str, float] = {}
     for line in page.splitlines():
-        if line and not line.startswith("#"):
+        if line.startswith("sglang:") and not line.startswith("sglang:http_"):
             name, value = line.rsplit(" ", 1)
             assert 'model_name="tiny"' in name
             values.setdefault(name.split("{")[0], float(value))
@@ -107,6 +134,54 @@ def test_metrics():
     assert values["sglang:cache_hit_rate"] == 0.25
     assert values["sglang:num_aborted_requests_total"] == 0
     assert not any(name.endswith("_created") for name in values)
+
+
+def test_metrics_of_the_process_the_version_and_http():
+    async def session(http):
+        await http.post("/generate", json={"text": "Hello"})
+        await http.post("/generate", json={"text": 5})
+        await http.post("/generate", json={"text": "Hello", "stream": True})
+        for path in ("/nowhere", "/also/nowhere", "/v1/models/a", "/v1/models/b"):
+            await http.get(path)
+        return (await http.get("/metrics")).text
+
+    families = {f.name: f for f in text_string_to_metric_families(talk(FakeClient(), session, enable_metrics=True))}
+    answers = {
+        (s.labels["endpoint"], s.labels["method"], s.labels["status_code"]): s.value
+        for s in families["sglang:http_responses"].samples
+    }
+    assert answers == {
+        ("/generate", "POST", "200"): 2,
+        ("/generate", "POST", "400"): 1,
+        ("unknown", "unknown", "404"): 2,
+        ("/v1/models/{model:path}", "GET", "404"): 2,
+    }
+    assert sum(s.value for s in families["sglang:http_requests"].samples) == 7
+    (build,) = families["moe_engine_build_info"].samples
+    assert build.name == "moe_engine_build_info" and build.labels["version"] == version()
+    assert {"process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds"} <= families.keys()
+
+
+def test_sums_that_only_grow_are_counters():
+    client = FakeClient()
+    eplb = {
+        "rebalances": 2, "experts_received": 7, "pause_seconds": 0.5, "longest_pause": 0.3, "pause_share": 0.1,
+        "after": 0.9,
+    }  # fmt: skip
+
+    async def session(http):
+        pages = []
+        for value in (2, 2, 5):
+            client.state = {"eplb": {**eplb, "rebalances": value}}
+            pages.append((await http.get("/metrics")).text)
+        return pages
+
+    for page, rebalances in zip(talk(client, session, enable_metrics=True), (2, 2, 5), strict=True):
+        families = {f.name.removeprefix("sglang:"): f for f in text_string_to_metric_families(page)}
+        for name, value in (("rebalances", rebalances), ("experts_received", 7), ("pause_seconds", 0.5)):
+            family = families[f"eplb_{name}"]
+            assert (family.type, [s.value for s in family.samples]) == ("counter", [value])
+        assert families["eplb_longest_pause_seconds"].type == "gauge"
 
 
 def test_several_schedulers_on_one_page():

@@ -268,7 +268,7 @@ def test_half_surrogates_are_refused_without_http_too(fields):
 
 
 def test_a_large_batch_leaves_the_event_loop_to_others():
-    """What else waits has a turn after every BURST sequences, while they are checked and while they begin."""
+    """A thread checks them; other work has a turn after every BURST sequences that begin."""
     client, count, turns, begun = FakeClient(), 10 * BURST, 0, [0]
 
     async def others():
@@ -287,5 +287,5 @@ def test_a_large_batch_leaves_the_event_loop_to_others():
         await probe
         return before
 
-    assert asyncio.run(main()) >= 20
+    assert asyncio.run(main()) >= 10
     assert max(late - early for early, late in itertools.pairwise(begun)) <= BURST

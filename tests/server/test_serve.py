@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -12,20 +13,25 @@ from typing import Any
 import httpx
 import pytest
 
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.launch_plan import prepare
 from moe_engine.errors import ConfigError
+from moe_engine.server import launch
 from moe_engine.server.listen import bind
+from tests.server.fake_engine import FakeClient
 
 PROGRAM = """
-import sys
+import asyncio, sys
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import make_app
-from moe_engine.server.serve import run_server
+from moe_engine.server.listen import bind
+from moe_engine.server.serve import serve
 client = FakeClient()
 client.delay = float(sys.argv[1])
-async def bye():
-    print("BYE", len(client.running), flush=True)
-run_server(make_app(client), "127.0.0.1", 0, log_level="warning",
-           on_ready=lambda host, port: print("READY", port, flush=True), on_shutdown=bye)
+drain = float(sys.argv[2]) if len(sys.argv) > 2 else None
+asyncio.run(serve(make_app(client), bind("127.0.0.1", 0), log_level="warning", drain_seconds=drain,
+                  on_ready=lambda host, port: print("READY", port, flush=True)))
+print("BYE", len(client.running), flush=True)
 """
 
 
@@ -33,8 +39,9 @@ run_server(make_app(client), "127.0.0.1", 0, log_level="warning",
 def start():
     started = []
 
-    def run(delay):
-        process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(delay)], stdout=subprocess.PIPE, text=True)
+    def run(*arguments):
+        command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
         word, port = process.stdout.readline().split()
@@ -88,6 +95,17 @@ def test_sigterm_drains(start):
     assert process.stdout.read() == "BYE 0\n"
 
 
+def test_a_drain_has_a_limit(start):
+    """--timeout-graceful-shutdown: a request that would go on for 45 s does not hold up the end."""
+    process, address = start(5, 1)
+    thread, answers = ask_in_background(address)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    thread.join(10)
+    assert isinstance(answers[0], httpx.HTTPError) or answers[0].status_code >= 500
+    assert process.stdout.read() == "BYE 0\n"
+
+
 def test_second_signal_forces(start):
     process, address = start(5)
     thread, answers = ask_in_background(address)
@@ -107,3 +125,22 @@ def test_taken_port():
     with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot listen"):
         bind("127.0.0.1", port)
     sock.close()
+
+
+def test_flags_reach_the_http_server(monkeypatch):
+    given: dict[str, Any] = {}
+
+    async def serve_http(app, sock, **options):
+        given.update(options)
+
+    fake = FakeClient()
+    fake.cause_of_death = lambda: None
+    monkeypatch.setattr("moe_engine.engine.client.CoreClient", lambda *_: fake)
+    monkeypatch.setattr("moe_engine.server.serve.serve", serve_http)
+    flags = ["--timeout-keep-alive", "7", "--timeout-graceful-shutdown", "3"]
+    flags += ["--uvicorn-access-log-exclude-prefixes", "/health", "/metrics"]
+    config = prepare(EngineArgs.from_cli(flags))
+    settings = launch.server_settings(config)
+    assert asyncio.run(launch._serve(config, [], fake.info, fake.tokenizer, settings, None, 0.0)) == 0
+    assert (given["keep_alive_seconds"], given["drain_seconds"]) == (7, 3)
+    assert given["quiet_paths"] == ("/health", "/metrics")

@@ -99,6 +99,14 @@ class TestParsers:
         )
         assert got == ("why", "", [("get_weather", '{"city": "Paris"}')], "tool_calls")
 
+    def test_a_call_in_an_answer_that_was_cut_is_not_the_reason(self, per_step, stream):
+        """The call may be cut too: a client must not run it as if the model had ended there."""
+        tokens = len(FakeClient().tokenizer.encode("I look. " + CALL, False))
+        for max_tokens, reason in ((tokens, "length"), (tokens - 2, "length"), (tokens + 1, "tool_calls")):
+            body = {"tools": TOOLS, "max_tokens": max_tokens}
+            got = self.ask("I look. " + CALL, per_step, stream, body, tool_call_parser="deepseekv31")
+            assert (got[2][0][0], got[3]) == ("get_weather", reason)
+
 
 def test_reasoning_tokens_and_prompt_with_tools():
     client = FakeClient("let me think</think>Paris")

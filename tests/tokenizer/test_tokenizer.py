@@ -96,6 +96,20 @@ def test_window_keeps_the_leading_space_of_an_answer():
     assert [detokenizer.push([i]) for i in (2, 3, 2)] == [" big", " world", " big"]
 
 
+@pytest.mark.parametrize("tail", [[], [9], [1], [9, 1], [1, 9], [9, 9, 2, 9]])
+def test_special_tokens_of_the_prompt_are_skipped_too(tail):
+    """An answer behind `<s>` alone begins as the library begins any text: without the blank of its first word."""
+    words = {1: "▁Hello", 2: "▁big", 9: "<s>"}
+
+    def decode(ids):
+        return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+    detokenizer = WindowDetokenizer(decode, frozenset({9}), prompt_tail=tail)
+    shown = "".join(detokenizer.push([i]) for i in (2, 9, 1))
+    plain = [i for i in tail if i != 9]
+    assert decode(plain) + shown == decode([*plain, 2, 1])
+
+
 def test_window_shows_what_never_becomes_whole():
     detokenizer = WindowDetokenizer(lambda ids: "\ufffd" * len(ids), frozenset())
     out = "".join(detokenizer.push([1]) for _ in range(100))

@@ -1,0 +1,66 @@
+"""What is refused before any endpoint sees it: heads that are too large, and web pages of other origins.
+
+A server on a developer's machine without a key trusts everybody who reaches it, and any web page that the developer
+visits does: `<img src="http://localhost:30000/dump_expert_distribution_record">` is enough. Browsers name the origin of
+a request in headers that a page cannot change. Programs send none of them and are not affected.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moe_engine.server.auth import changes_engine
+from moe_engine.server.errors import Problem, body_shape, error_response
+from moe_engine.server.http_protocol import MAX_HEAD_BYTES
+
+SIMPLE_TYPES = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+"""Bodies that a page may send anywhere without the browser asking the server first."""
+
+
+class EdgeCheck:
+    """ASGI middleware.
+
+    Args:
+        check_origin: whether requests of other origins' pages are refused where they change the engine, and where the
+            browser did not ask first (a CORS preflight). With an API key, which such a page lacks, there is no need.
+    """
+
+    def __init__(self, app: ASGIApp, check_origin: bool) -> None:
+        self._app = app
+        self._check_origin = check_origin
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem(scope) if scope["type"] == "http" else None
+        if problem is not None:
+            await error_response(problem, body_shape(scope["path"]))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> Problem | None:
+        size = len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > MAX_HEAD_BYTES:
+            words = f"the request's headers are larger than this server accepts ({MAX_HEAD_BYTES} bytes)"
+            return Problem(431, words, "invalid_request_error", None, 431)
+        headers = Headers(scope=scope)
+        if not self._check_origin or not is_cross_origin(headers):
+            return None
+        if changes_engine(scope["path"]):
+            words = f"{scope['path']}: refused to web pages of other origins, as it changes the engine; "
+            return Problem(403, words + "call it from a program, or set --api-key", "permission_error", None, 403)
+        content = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and content in SIMPLE_TYPES:
+            words = "Content-Type: web pages of other origins must send application/json"
+            return Problem(403, words, "permission_error", None, 403)
+        return None
+
+
+def is_cross_origin(headers: Headers) -> bool:
+    """Whether a browser sends the request for a page of another origin."""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()

@@ -1,0 +1,301 @@
+"""Where the work on a request's body is done: on the event loop, in a thread, or in a process for large bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from starlette.routing import Route
+
+from moe_engine.engine.prepare import THREAD_CHARS
+from moe_engine.server import bodies, http_io, text_process
+from moe_engine.server.bodies import PROCESS_BYTES
+from moe_engine.server.control_api import LATER_ENDPOINTS
+from moe_engine.server.text_frames import HEADER, Kind, frame
+from moe_engine.tokenizer.chat_template import ChatTemplate
+from moe_engine.tokenizer.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import make_app, post, real_server, talk
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+SETTINGS = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "deepseekv31"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"text": "Hello", "return_logprob": True, "sampling_params": {"stop": ["you"]}}),
+    ("/generate", {"text": ["Hello", "a b"], "rid": "r", "sampling_params": [{"n": 2}, {"max_new_tokens": 2}]}),
+    ("/generate", {"input_ids": [[5, 6], [7]], "stream": True}),
+    ("/v1/completions", {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 3}),
+    ("/v1/completions", {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "logprobs": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True, "n": 2}),
+    ("/tokenize", {"prompt": "Hello world"}),
+    ("/tokenize", {"prompt": ["Hello world", "", "a"], "add_special_tokens": False}),
+    ("/v1/tokenize", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/detokenize", {"tokens": [5, 6, 7]}),
+    ("/v1/detokenize", {"tokens": [[5, 6], [7]]}),
+    ("/separate_reasoning", {"text": "why</think>because"}),
+    ("/parse_function_call", {"text": "Hello", "tools": [TOOL]}),
+]
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"text": "x", "sampling_params": {"temperature": -1}}),
+    ("/generate", {"text": "x", "lora_path": "y"}),
+    ("/v1/completions", {"prompt": "a", "temperature": float("nan")}),
+    ("/v1/chat/completions", {"messages": [{"role": "nobody", "content": "hi"}]}),
+    ("/tokenize", {}),
+    ("/detokenize", {"tokens": [10**9]}),
+    ("/separate_reasoning", {"text": 5}),
+    ("/parse_function_call", {"text": "Hello", "tools": [5]}),
+]
+VARIES = re.compile(r'"(e2e_latency|first_token_latency|created|id)":([-+.e\d]+|"[^"]*")')
+CONTROL = {
+    "/abort_request", "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
+    "/dump_expert_distribution_record",
+}  # fmt: skip
+
+
+def padded(body: dict[str, Any], size: int) -> bytes:
+    """The same request, larger than `size` bytes: unknown fields are ignored."""
+    return json.dumps({**body, "unknown": "x" * size}).encode()
+
+
+def shown(response: httpx.Response) -> tuple[int, str]:
+    """Status and body without what differs from one request to the next."""
+    text = response.text
+    for name in ("e2e_latency", "first_token_latency", "created", "id"):
+        value = '[-+.e\\d]+|"[^"]*"'
+        text = __import__("re").sub(f'"{name}":({value})', f'"{name}":0', text)
+    return response.status_code, text
+
+
+def test_every_endpoint_that_takes_a_body_is_here():
+    routes = [route for route in make_app(FakeClient()).routes if isinstance(route, Route) or hasattr(route, "methods")]
+    paths = {route.path for route in routes if "POST" in (route.methods or ())}
+    assert paths - set(LATER_ENDPOINTS) - CONTROL == {path for path, _ in CASES}
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """The threads in which bodies are decoded, rendered and tokenized."""
+    seen: set[int] = set()
+
+    def watched(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            seen.add(threading.get_ident())
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(bodies, "decode_object", watched(http_io.decode_object))
+    monkeypatch.setattr(ChatTemplate, "render", watched(ChatTemplate.render))
+    for name in ("encode_batch", "encode_parts", "decode"):
+        monkeypatch.setattr(Tokenizer, name, watched(getattr(Tokenizer, name)))
+    return seen
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+@pytest.mark.parametrize("size", [0, THREAD_CHARS, PROCESS_BYTES])
+def test_where_the_work_is_done(places, monkeypatch, path, body, size):
+    client = FakeClient()
+    client.script = lambda _: [5, 6, 7, client.info.eos_token_ids[0]]  # without tokenizing
+    response = post(client, path, padded(body, size), **SETTINGS)
+    assert response.status_code == 200
+    if size == 0:
+        assert places == {threading.get_ident()}
+    elif size == THREAD_CHARS:
+        assert places and threading.get_ident() not in places
+    else:
+        assert not places  # another process
+
+
+@pytest.mark.parametrize("size", [THREAD_CHARS, PROCESS_BYTES])
+def test_a_tokenizer_that_no_process_can_load_works_in_threads(places, monkeypatch, size):
+    client = FakeClient()
+    monkeypatch.setattr(client.tokenizer, "source", None)
+    assert post(client, "/tokenize", padded({"prompt": "Hello"}, size)).json()["count"] == 2
+    assert places and threading.get_ident() not in places
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, {"skip_tokenizer_init": True}], ids=["text", "ids"])
+def test_large_bodies_are_answered_as_small_ones(settings):
+    """By one process after the other's work: what fails leaves nothing behind."""
+
+    async def session(http):
+        for path, body in [*CASES, *WRONG]:
+            small, large = [await http.post(path, content=padded(body, size)) for size in (0, PROCESS_BYTES)]
+            assert shown(small) == shown(large), path
+        return len(psutil.Process().children())
+
+    assert talk(FakeClient(), session, **settings) == 1
+
+
+def test_long_texts():
+    """Tokens, counts and text come through in parts of the right order."""
+    client = FakeClient()
+    text = "Hello world, how are you today? 12345\n" * 40_000
+    ids = client.tokenizer.encode(text)
+
+    async def session(http):
+        got = (await http.post("/tokenize", json={"prompt": [text, "a"]})).json()
+        assert (got["tokens"][0] == ids, got["tokens"][1]) == (True, client.tokenizer.encode("a"))
+        assert got["count"] == [len(ids), 2]
+        assert (await http.post("/detokenize", json={"tokens": ids})).json() == {"text": text}
+        refused = await http.post("/generate", json={"text": text})
+        assert "is longer than the model's context length (256 tokens)" in refused.json()["error"]["message"]
+
+    talk(client, session)
+
+
+def test_large_batches_reach_the_engine_whole():
+    client = FakeClient()
+    prompts = [[5 + i % 90, 6, 7] * 30 for i in range(3000)]
+    out = post(client, "/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}).json()
+    assert len(json.dumps(prompts)) > PROCESS_BYTES
+    assert [o["meta_info"]["prompt_tokens"] for o in out] == [90] * 3000
+    assert [r.prompt_ids for r in client.requests] == prompts
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def has_memory(size: int) -> bool:
+    return any("moe_engine.server.text_process" in p.cmdline() and p.memory_info().rss > size for p in children())
+
+
+def until(true: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+LONG = json.dumps({"prompt": "a b " * 2**22}).encode()
+
+
+def test_hanging_up_ends_the_work():
+    with real_server(FakeClient()) as address:
+        with httpx.stream("POST", address + "/tokenize", content=LONG, timeout=60) as response:
+            next(response.iter_raw())
+            assert len(children()) == 1
+        until(lambda: not children())
+        assert (
+            httpx.post(address + "/tokenize", content=padded({"prompt": "Hello"}, PROCESS_BYTES)).json()["count"] == 2
+        )
+    until(lambda: not children())  # nothing is left behind
+
+
+def test_a_process_that_dies_is_named_and_replaced():
+    answers: list[httpx.Response] = []
+    with real_server(FakeClient()) as address:
+        body = json.dumps({"tokens": [5] * 8_000_000}).encode()
+        ask = threading.Thread(
+            target=lambda: answers.append(httpx.post(address + "/detokenize", content=body, timeout=60))
+        )
+        ask.start()
+        until(lambda: has_memory(130 * 2**20))  # it has the body
+        os.kill(children()[0].pid, signal.SIGKILL)
+        ask.join()
+        assert answers[0].status_code == 413
+        assert "was killed by SIGKILL; send smaller requests" in answers[0].json()["error"]["message"]
+        assert (
+            httpx.post(address + "/tokenize", content=padded({"prompt": "Hello"}, PROCESS_BYTES)).json()["count"] == 2
+        )
+
+
+def test_memory_that_runs_out_is_an_answer():
+    ours, theirs = socket.socketpair()
+
+    def fails(body: dict[str, Any]) -> Any:
+        raise MemoryError
+
+    ours.sendall(frame(Kind.JOB, b"x") + frame(Kind.BODY, b'{"a"') + frame(Kind.BODY, b": 1}") + frame(Kind.BODY_END))
+    assert text_process.Server(theirs).work_on_next({"x": fails})
+    stream = ours.makefile("rb")
+    frames = [(kind, stream.read(size)) for kind, size in (HEADER.unpack(stream.read(HEADER.size)) for _ in range(2))]
+    assert frames[0] == (Kind.READY, b"") and frames[1][0] == Kind.PROBLEM
+    problem = pickle.loads(frames[1][1])
+    assert (problem.status, "4 GB of memory" in problem.message) == (413, True)
+
+
+def half_sent(address: str, path: str, size: int) -> socket.socket:
+    """A connection whose client has sent `size` bytes of a larger body and pauses."""
+    host, port = address.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), 2 * size))
+    connection.sendall(b" " * size)
+    return connection
+
+
+def test_many_large_bodies_wait_in_bounded_numbers(monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_WAITING", 3)
+    with real_server(FakeClient()) as address:
+        waiting = [half_sent(address, "/generate", PROCESS_BYTES + 2**18) for _ in range(3)]
+        answers = []
+
+        def refused() -> bool:
+            answers.append(httpx.post(address + "/tokenize", content=padded({"prompt": "x"}, PROCESS_BYTES), timeout=2))
+            return answers[-1].status_code == 503
+
+        until(refused)
+        assert "3 requests with large bodies are waiting already" in answers[-1].json()["error"]["message"]
+        assert httpx.post(address + "/tokenize", json={"prompt": "Hello"}).json()["count"] == 2
+        assert httpx.post(address + "/tokenize", json={"prompt": "Hello" * 2000}).status_code == 200
+        assert len(children()) <= 2
+        for connection in waiting:
+            connection.close()
+        until(lambda: httpx.post(address + "/tokenize", content=padded({"prompt": "x"}, PROCESS_BYTES)).is_success)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        ("BODY_PAUSE_SECONDS", 100, "nothing of the request body came for 0.2 s"),
+        ("BODY_PAUSE_SECONDS", PROCESS_BYTES + 2**18, "nothing of the request body came for 0.2 s"),
+        ("BODY_SECONDS", PROCESS_BYTES + 2**18, "the request body did not arrive within 0.2 s"),
+    ],
+)
+def test_a_body_that_stops_is_refused(monkeypatch, name, size, words):
+    monkeypatch.setattr(http_io if name == "BODY_PAUSE_SECONDS" else bodies, name, 0.2)
+    with real_server(FakeClient()) as address, half_sent(address, "/generate", size) as connection:
+        answer = b""
+        while data := connection.recv(65536):  # until the server closes
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 408") and words.encode() in answer
+
+
+def test_control_bodies_are_short():
+    body = padded({"rid": "a"}, 2**16)
+    assert post(FakeClient(), "/abort_request", body).status_code == 413
+
+
+def test_an_answer_that_breaks_off_does_not_look_complete():
+    """The status is on its way already: only the connection can tell."""
+
+    async def parts():
+        yield b"["
+        raise ValueError("broken")
+
+    async def main():
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        with pytest.raises(ValueError, match="broken"):
+            await http_io.PartsResponse(parts())({"type": "http"}, receive, send)
+        return sent
+
+    assert [message.get("more_body") for message in asyncio.run(main())] == [None, True]

@@ -1,0 +1,190 @@
+"""Web pages of other origins, and the pages and descriptions that the server itself shows."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from moe_engine.server.auth import changes_engine
+from moe_engine.server.control_api import LATER_ENDPOINTS
+from moe_engine.server.openapi import ENDPOINTS
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import get, make_app, post, talk
+
+PAGE = {"Origin": "http://evil.example"}
+IMAGE = {"Sec-Fetch-Site": "cross-site"}
+FOREIGN = [PAGE, IMAGE, {"Origin": "null"}, {"Origin": "http://test:3000"}, {"Sec-Fetch-Site": "same-site"}]
+OWN = [
+    {},
+    {"Origin": "http://test"},
+    {"Origin": "http://TEST"},
+    {"Sec-Fetch-Site": "same-origin", "Origin": "https://behind.a.proxy"},
+    {"Sec-Fetch-Site": "none"},
+]
+CHANGES = sorted(e.path for e in ENDPOINTS if changes_engine(e.path))
+
+
+def status(path, headers, method="GET", content=b"", **settings):
+    async def session(http):
+        return await http.request(method, path, content=content, headers=headers)
+
+    return talk(FakeClient(), session, **settings).status_code
+
+
+def test_what_changes_the_engine():
+    assert CHANGES == [
+        "/abort_request",
+        "/dump_expert_distribution_record",
+        "/flush_cache",
+        "/start_expert_distribution_record",
+        "/stop_expert_distribution_record",
+    ]
+
+
+@pytest.mark.parametrize("path", [*CHANGES, *(path for path in LATER_ENDPOINTS if changes_engine(path))])
+def test_pages_of_other_origins_change_nothing(path):
+    client = FakeClient()
+    for headers in FOREIGN:
+        for method in ("GET", "POST"):
+            assert status(path, headers, method) == 403
+    words = get(client, path, headers=PAGE).json()["error"]["message"]
+    assert words.startswith(f"{path}: refused to web pages of other origins") and "--api-key" in words
+    assert client.requests == client.aborts == []
+    for headers in OWN:
+        assert status(path, headers, "POST", b'{"rid": "a"}') != 403
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
+def test_pages_of_other_origins_send_json_or_nothing(path):
+    """With JSON the browser asks first, and the answer is yes: chat pages on other ports work, as with SGLang."""
+    body = b'{"text": "x", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}'
+    if path == "/tokenize":
+        body = b'{"prompt": "x"}'
+    for kind in (
+        "text/plain",
+        "text/plain; charset=utf-8",
+        "",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+    ):
+        headers = {"Content-Type": kind} if kind else {}
+        for foreign in FOREIGN:
+            assert status(path, headers | foreign, "POST", body) == 403
+        for own in OWN:
+            assert status(path, headers | own, "POST", body) == 200
+    assert status(path, PAGE | {"Content-Type": "application/json"}, "POST", body) == 200
+    asks = PAGE | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    assert status(path, asks, "OPTIONS") == 200
+
+
+def test_reading_is_open_to_all_pages():
+    for path in ("/v1/models", "/health", "/server_info", "/docs", "/"):
+        assert status(path, PAGE) == 200
+
+
+def test_a_key_is_enough():
+    """A page of another origin does not have it."""
+    key = {"Authorization": "Bearer k"}
+    assert status("/flush_cache", PAGE | key, "POST", api_key="k") == 200
+    assert status("/flush_cache", PAGE, "POST", api_key="k") == 401
+    assert (
+        status("/generate", PAGE | {"Content-Type": "text/plain"}, "POST", b'{"text": "x"}', admin_api_key="a") == 403
+    )
+
+
+def test_no_redirects():
+    """Their address would come from a header of the request."""
+    for path in ("/health/", "/docs/", "/v1/chat/completions/"):
+        response = get(FakeClient(), path, headers={"Host": "evil.example"})
+        assert response.status_code == 404 and "location" not in response.headers
+
+
+# -- pages
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_key": "k", "admin_api_key": "a"}])
+def test_the_pages_need_neither_key_nor_internet(settings):
+    root = get(FakeClient(), "/", **settings).json()
+    assert root["docs"] == "/docs" and "/v1/chat/completions" in root["endpoints"]
+    response = get(FakeClient(), "/docs", **settings)
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"<script|<img|<link|@import|url\(", response.text)
+    assert "curl http://test/v1/chat/completions" in response.text
+
+    class Cells(HTMLParser):
+        cells: list[str] = []  # noqa: RUF012
+
+        def handle_data(self, data):
+            self.cells.append(data.strip())
+
+    page = Cells()
+    page.feed(response.text)
+    assert {endpoint.path for endpoint in ENDPOINTS} <= set(page.cells)
+    assert {"max_completion_tokens", "tool_choice", "stop_token_ids"} <= set(re.findall(r"\w+", response.text))
+    page_for_other_host = get(FakeClient(), "/docs", headers={"Host": "<b>"}, **settings).text
+    assert "<b>/v1" not in page_for_other_host
+
+
+def test_the_description_names_every_endpoint():
+    paths = get(FakeClient(), "/openapi.json", enable_metrics=True).json()["paths"]
+    described = {(path, method.upper()) for path, methods in paths.items() for method in methods}
+    served = {
+        (route.path.replace(":path", ""), method)
+        for route in make_app(FakeClient()).routes
+        for method in route.methods
+        if route.path not in LATER_ENDPOINTS
+    }
+    assert described == {(path, method) for path, method in served if method != "HEAD"}
+
+
+def test_the_description_is_openapi():
+    """The rules of OpenAPI 3.1 that a description of this kind can break."""
+    found = get(FakeClient(), "/openapi.json").json()
+    assert found["openapi"] == "3.1.0" and found["info"].keys() == {"title", "version"}
+    identifiers = []
+    for path, methods in found["paths"].items():
+        assert path.startswith("/")
+        for method, operation in methods.items():
+            identifiers.append(operation["operationId"])
+            assert method in ("get", "post", "put") and re.fullmatch(r"\w+", operation["operationId"])
+            assert operation["responses"].keys() == {"200", "default"}
+            assert all("description" in answer for answer in operation["responses"].values())
+            parameters = operation.get("parameters", [])
+            in_path = {p["name"] for p in parameters if p["in"] == "path" and p["required"] is True}
+            assert in_path == set(re.findall(r"{(\w+)}", path))
+            assert all(p["schema"]["type"] for p in parameters)
+    assert len(set(identifiers)) == len(identifiers)
+    schemas = found["components"]["schemas"]
+    references = set(re.findall(r"'#/components/schemas/(\w+)'", str(found)))
+    assert references <= schemas.keys() and {"ChatRequest", "CompletionRequest", "Error"} <= references
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+
+
+@pytest.mark.parametrize("path", [e.path for e in ENDPOINTS if "GET" in e.methods and not changes_engine(e.path)])
+def test_answers_have_the_described_type(path):
+    (endpoint,) = [endpoint for endpoint in ENDPOINTS if endpoint.path == path]
+    client = FakeClient()
+    client.call_one = lambda *_: None
+    response = get(client, path.replace("{model}", "tiny"), enable_metrics=True)
+    if path == "/experts/data":  # the fake engine has no experts
+        return
+    assert response.status_code == 200
+    assert response.headers.get("content-type", "").partition(";")[0] == (endpoint.content or "")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/flush_cache", {}, "text/plain"),
+        ("/abort_request", {"rid": "x"}, ""),
+        ("/tokenize", {"prompt": "x"}, "application/json"),
+        ("/generate", {"text": "x"}, "application/json"),
+        ("/generate", {"text": "x", "stream": True}, "text/event-stream"),
+    ],
+)
+def test_answers_to_posts_too(path, body, kind):
+    response = post(FakeClient(), path, body)
+    assert response.headers.get("content-type", "").partition(";")[0] == kind
