@@ -22,6 +22,8 @@ from benchmarks.workloads import Workload
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 ATTENTIONS = ("sdpa", "eager")
 CACHES = ("dynamic", "static")
+CHECK = Workload("check", num_streams=8, own_len=32, output_len=8)
+"""What both sides must answer alike in float32."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Mode:
 
 
 class TransformersSide:
-    """`AutoModelForCausalLM.generate` in bf16, all prompts in one batch (they are equally long: no padding).
+    """`AutoModelForCausalLM.generate`, all prompts in one batch (they are equally long: no padding).
 
     Its continuous batching is no candidate: release 5.23 cannot run it on MLA models (the paged cache has the width of
     a head, not of the latent).
@@ -87,12 +89,12 @@ class TransformersSide:
 
     name = "transformers"
 
-    def __init__(self, model_path: Path, device: str = "cpu") -> None:
+    def __init__(self, model_path: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> None:
         import transformers
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
         self._model = model.to(device).eval()
         self._model.generation_config.eos_token_id = None  # the end of sequence is ignored
         self._device = device
@@ -227,3 +229,16 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, float
         "same_first_token": mean([float(n > 0) for n in lengths]),
         "mean_common_tokens": mean(list(map(float, lengths))),
     }
+
+
+def float32_agreement(model_path: Path, flags: dict[str, Any], device: str, vocab_size: int) -> dict[str, float]:
+    """`agreement` of both sides in float32, on a few short prompts. Rounding parts greedy answers of random weights in
+    bf16, and not in float32: there the sides must compute the same."""
+    prompts = CHECK.prompts(vocab_size, seed=-3)
+    engine = EngineSide(model_path, flags | {"dtype": "float32"})
+    try:
+        ours = engine.run(prompts, CHECK.output_len)
+    finally:
+        engine.close()
+    theirs = TransformersSide(model_path, device, torch.float32).run(prompts, CHECK.output_len, CHECK.name)
+    return agreement(ours.outputs, theirs.outputs)

@@ -19,7 +19,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-LOAD_AT_START = round(os.getloadavg()[0], 2)
+QUIET_LOAD = 0.5
+"""Above this 1-minute load other programs are at work, and times mean little."""
+QUIET_WAIT_S = 300
+"""How long a benchmark waits for a quiet machine; its predecessor's load is gone after two minutes."""
+_load_at_start = round(os.getloadavg()[0], 2)
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "moe-engine", "numpy", "httpx", "tokenizers", "safetensors")
 
@@ -70,13 +74,13 @@ def commit() -> str | None:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """The machine a result was measured on. `load_1min_at_start` above about 0.5 means that others were at work."""
+    """The machine a result was measured on. `load_1min_at_start` above `QUIET_LOAD`: others were at work."""
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpu_features": cpu_features(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
-        "load_1min_at_start": LOAD_AT_START,
+        "load_1min_at_start": _load_at_start,
         "device": device_name(device),
     }
     if "torch" in sys.modules:
@@ -109,7 +113,7 @@ def write_result(
     about = {
         "name": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m benchmarks.{_module()}", *sys.argv[1:]]),
         "commit": commit(),
         "machine": machine(device),
         "versions": versions(),
@@ -120,13 +124,41 @@ def write_result(
     return path
 
 
+def _module() -> str:
+    """The benchmark that runs: ``side_by_side``, or ``gpu_suite`` where it is a package."""
+    program = Path(sys.argv[0])
+    return program.parent.name if program.stem == "__main__" else program.stem
+
+
+def wait_until_quiet(args: argparse.Namespace) -> None:
+    """Before a measurement whose result is written: waits until no other program is at work. With `--busy` or
+    `--no-json` it only says so.
+
+    Raises:
+        SystemExit: the machine does not become quiet.
+    """
+    global _load_at_start
+    ends = time.monotonic() + QUIET_WAIT_S
+    while (load := os.getloadavg()[0]) > QUIET_LOAD:
+        text = f"load {load:.1f}: other programs are at work"
+        if args.busy or args.no_json:
+            print(f"{text}, the figures mean little", file=sys.stderr)
+            break
+        if time.monotonic() > ends:
+            raise SystemExit(f"{text}; end them, or measure all the same with --busy: the result will say so")
+        print(f"{text}; waiting until it is below {QUIET_LOAD}", file=sys.stderr)
+        time.sleep(10)
+    _load_at_start = round(load, 2)
+
+
 def add_result_options(parser: argparse.ArgumentParser) -> None:
-    """``--json FILE`` and ``--no-json``, for benchmarks that write their result unless told not to."""
+    """``--json FILE``, ``--no-json`` and ``--busy``, for benchmarks that write their result by default."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--json", type=Path, metavar="FILE", help="where to write the result (default: benchmarks/results)"
     )
     group.add_argument("--no-json", action="store_true", help="print it only")
+    parser.add_argument("--busy", action="store_true", help="measure although other programs are at work")
 
 
 def append_jsonl(path: str | Path, values: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from benchmarks.limits import MeasuredLimits, Ruler, combine, limits_table
-from benchmarks.peers import EngineSide, Run, TransformersSide, agreement
+from benchmarks.peers import EngineSide, Run, TransformersSide, agreement, float32_agreement
 from benchmarks.stats import median, spread
 from benchmarks.step_work import ModelWork
 from benchmarks.workloads import TARGETS, WORKLOADS, Target, Workload
@@ -131,17 +131,37 @@ def workload_result(
     ours["fractions_of_limit"] = fractions
     ours["fraction_of_limit"] = median(fractions)
     if runs["transformers"]:
-        result["transformers"] = theirs = side_figures(workload, runs["transformers"])
-        result["ratio"] = ours["tokens_per_second"] / theirs["tokens_per_second"]
+        result["transformers"] = side_figures(workload, runs["transformers"])
+        result["ratios"] = in_turn(runs["transformers"], runs["engine"])
+        result["ratio"] = median(result["ratios"])
         result["agreement"] = agreement(runs["engine"][0].outputs, runs["transformers"][0].outputs)
     if runs["by_hand"]:
-        result["transformers_prefix_by_hand"] = side_figures(workload, runs["by_hand"])
+        by_hand = side_figures(workload, runs["by_hand"])
+        result["transformers_prefix_by_hand"] = by_hand | {"ratio": median(in_turn(runs["by_hand"], runs["engine"]))}
     if target is not None:
         result["target"] = asdict(target)
         result["passed_fraction"] = ours["fraction_of_limit"] >= target.fraction
         if target.ratio is not None and "ratio" in result:
             result["passed_ratio"] = result["ratio"] >= target.ratio
     return result
+
+
+def in_turn(theirs: list[Run], ours: list[Run]) -> list[float]:
+    """How many times quicker we were in each round that both took part in: the machine's speed changes between them."""
+    return [peer.seconds / engine.seconds for peer, engine in zip(theirs, ours)]
+
+
+def missed(results: dict[str, dict[str, Any]]) -> list[str]:
+    """The targets that were not reached."""
+    lines = []
+    for name, result in results.items():
+        target = result.get("target", {})
+        if not result.get("passed_fraction", True):
+            reached = result["engine"]["fraction_of_limit"]
+            lines.append(f"{name}: {reached:.0%} of the limit; {target['peer']} had {target['fraction']:.0%}")
+        if not result.get("passed_ratio", True):
+            lines.append(f"{name}: {result['ratio']:.1f}x transformers; {target['peer']} had {target['ratio']:.1f}x")
+    return lines
 
 
 def result_table(results: dict[str, dict[str, Any]]) -> str:
@@ -191,7 +211,7 @@ def notes(
     lines = [
         "tok/s counts output tokens (W4: prompt tokens), prefill time included.",
         "limit and fraction are medians over the rounds, each held against the machine as it was in that round.",
-        "spread is (slowest - quickest) / median of the rounds.",
+        "ratio is the median over the rounds that both sides took part in; spread is (slowest - quickest) / median.",
     ]
     if peer is not None:
         lines += [f"{name}: transformers ran with {mode}." for name, mode in peer.modes.items()]
@@ -208,11 +228,10 @@ def notes(
                 f"{same['mean_common_tokens']:.1f} common tokens on average (bf16 rounding parts them)."
             )
         if "transformers_prefix_by_hand" in result:
-            hand = result["transformers_prefix_by_hand"]["tokens_per_second"]
-            ratio = result["engine"]["tokens_per_second"] / hand
+            hand = result["transformers_prefix_by_hand"]
             lines.append(
-                f"{name}: transformers with the shared prefix computed once by hand: {hand:.1f} tok/s, "
-                f"ratio {ratio:.1f}x."
+                f"{name}: transformers with the shared prefix computed once by hand: "
+                f"{hand['tokens_per_second']:.1f} tok/s, ratio {hand['ratio']:.1f}x."
             )
     return lines
 
@@ -222,11 +241,14 @@ def main(argv: list[str] | None = None) -> int:
     workloads = [WORKLOADS[name] for name in args.workloads]
     if args.quick:
         workloads, args.rounds = [workload.shortened() for workload in workloads], 1
+    else:
+        report.wait_until_quiet(args)
     path = ensure_checkpoint(args.shape)
     vocab_size = SHAPES[args.shape]["vocab_size"]
     work = ModelWork.from_checkpoint(path)
     ruler = Ruler(args.bench_device, **({"read_mib": 128, "gemm_size": 1024} if args.quick else {}))
     began = time.perf_counter()
+    same = float32_agreement(path, flags, args.bench_device, vocab_size) if args.peers == "transformers" else None
     peer = TransformersSide(path, args.bench_device) if args.peers == "transformers" else None
     touched: dict[str, dict[str, float]] = {}
     for workload in workloads if peer is not None else []:
@@ -248,6 +270,10 @@ def main(argv: list[str] | None = None) -> int:
     print("\nThe best of all rounds:\n" + limits_table(best) + "\n")
     print(result_table(results) + "\n")
     print("\n".join(notes(results, peer, touched)))
+    if missed(results):
+        print("\n".join(["\ntargets missed:", *missed(results)]))
+    if same is not None:
+        print(f"\nin float32 the first tokens of both sides agree in {same['same_first_token']:.0%} of the answers")
     values = {
         "shape": args.shape,
         "quick": args.quick,
@@ -258,11 +284,13 @@ def main(argv: list[str] | None = None) -> int:
         "transformers_modes": {name: asdict(mode) for name, mode in peer.modes.items()} if peer else {},
         "transformers_probes_seconds": peer.probes if peer else {},
         "experts_touched": touched,
+        "float32_agreement": same,
+        "missed": missed(results),
         "results": results,
     }
     if not args.no_json:
         print(report.write_result(args.name, values, device=args.bench_device, path=args.json), file=sys.stderr)
-    return 0
+    return 0 if same is None or same["same_first_token"] == 1 else 1
 
 
 if __name__ == "__main__":

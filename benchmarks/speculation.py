@@ -152,6 +152,7 @@ def _side_figures(mine: list[Run], off: list[Run]) -> dict[str, Any]:
         "tokens_per_second": median([run.rate for run in mine]),
         "seconds": [run.seconds for run in mine],
         "ratio": median(ratios),
+        "ratios": ratios,
         "ratio_spread": spread(ratios),
         "accept_length": 1 + sum(accepted) / steps if steps else None,
         "drafts_per_step": sum(proposed) / steps if steps else 0.0,
@@ -265,6 +266,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--questions", type=int, default=8, help="embedded: questions of each of its tasks")
     parser.add_argument("--input-len", type=int, default=32, help="other models: random tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=128, help="other models: tokens of an answer")
+    parser.add_argument("--name", default="speculation", help="part of the result file's name")
     report.add_result_options(parser)
     own, rest = parser.parse_known_args(argv)
     from moe_engine.config.args import build_parser
@@ -281,6 +283,7 @@ def _depth(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args, flags = parse_arguments(argv)
+    report.wait_until_quiet(args)
     results: dict[str, Any] = {}
     for name in args.models:
         subject = make_subject(name, args)
@@ -297,8 +300,8 @@ def main(argv: list[str] | None = None) -> int:
         by_depth = {depth: {"engine": mine, "offline": offline} for depth, (mine, offline) in accepted.items()}
         results[name] = {"text": subject.text, "concurrency": values, "acceptance": by_depth, "targets": held}
     if not args.no_json:
-        options = {key: value for key, value in vars(args).items() if key not in ("json", "no_json")}
-        written = report.write_result("speculation", {"options": options, "models": results}, path=args.json)
+        options = {key: value for key, value in vars(args).items() if key not in ("json", "no_json", "busy", "name")}
+        written = report.write_result(args.name, {"options": options, "models": results}, path=args.json)
         print(written, file=sys.stderr)
     return 0
 

@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=300.0)
     report.add_result_options(parser)
     args, flags = parser.parse_known_args(argv)
+    report.wait_until_quiet(args)
     runs = []
     try:
         for index in range(args.runs):

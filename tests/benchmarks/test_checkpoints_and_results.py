@@ -1,6 +1,9 @@
 """The random checkpoints, the judgement of results, and the plans of the one-batch driver."""
 
 import json
+import os
+import sys
+from argparse import Namespace
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -99,7 +102,8 @@ def test_judging_a_workload():
     assert result["limit_tokens_per_second"] == pytest.approx(81, rel=0.01)
     assert result["engine"]["tokens_per_second"] == pytest.approx(128 / 2.5)
     assert result["engine"]["spread"] == pytest.approx(0.8)
-    assert result["ratio"] == pytest.approx(4.0) and result["passed_ratio"]
+    assert result["ratio"] == pytest.approx(10.0 / 2.0) and result["passed_ratio"]  # of the round both took part in
+    assert side_by_side.missed({"W1": result}) == ["W1: 39% of the limit; llama.cpp had 63%"]
     each = [64 / 162, 51.2 / 81, 32 / 81]  # a quick round on a machine that was twice as quick is no better one
     assert result["engine"]["fractions_of_limit"] == pytest.approx(each, rel=0.01)
     assert result["engine"]["fraction_of_limit"] == pytest.approx(32 / 81, rel=0.01) and not result["passed_fraction"]
@@ -108,6 +112,7 @@ def test_judging_a_workload():
     slow = [MeasuredLimits(10.0, "read", 1500.0, "gemm", {})]  # 54 tokens/s
     result = side_by_side.workload_result(workload, slower, slow, work, TARGETS["moe-390m"]["W1"])
     assert result["passed_fraction"] and not result["passed_ratio"]
+    assert side_by_side.missed({"W1": result}) == ["W1: 3.3x transformers; llama.cpp had 3.8x"]
     table = side_by_side.result_table({"W1": result})
     assert "short" in table and "W1  1 x 128 in, 128 out" in table and "3.3x" in table
 
@@ -174,6 +179,34 @@ def test_one_batch_plans():
     assert driver.tokens == [[0] * 3, [1] * 3, [2] * 3]
     with pytest.raises(ValueError, match="--max-total-tokens"):
         BatchDriver(worker, config, prompts, max_len=30, step_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("loads", "options", "ends"),
+    [([0.2], {}, None), ([3.0, 1.0, 0.4], {}, None), ([2.0], {"busy": True}, None), ([9.0], {}, "--busy")],
+    ids=["quiet", "soon quiet", "busy, as asked", "busy"],
+)
+def test_a_benchmark_waits_for_a_quiet_machine(monkeypatch, loads, options, ends):
+    clock = iter(range(0, 10_000, 60))
+    seen = iter(loads + [loads[-1]] * 20)
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    monkeypatch.setattr(report, "os", SimpleNamespace(**vars(os) | {"getloadavg": lambda: (next(seen), 0, 0)}))
+    args = Namespace(**{"busy": False, "no_json": False, **options})
+    if ends:
+        with pytest.raises(SystemExit, match=ends):
+            report.wait_until_quiet(args)
+        return
+    report.wait_until_quiet(args)
+    assert report.machine()["load_1min_at_start"] == loads[-1]
+
+
+@pytest.mark.parametrize(
+    ("program", "module"), [("benchmarks/limits.py", "limits"), ("benchmarks/gpu_suite/__main__.py", "gpu_suite")]
+)
+def test_a_result_names_the_command_that_made_it(monkeypatch, tmp_path, program, module):
+    monkeypatch.setattr(sys, "argv", [program, "--rounds", "2"])
+    written = json.loads(report.write_result("alone", {}, folder=tmp_path).read_text())
+    assert written["about"]["command"] == f"python -m benchmarks.{module} --rounds 2"
 
 
 def test_result_files(tmp_path):
