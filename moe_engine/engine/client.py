@@ -36,7 +36,7 @@ DRAIN_SECONDS = 10.0
 MAX_RESUMES = 3
 """Most times that a request continues at another scheduler after its own is lost: a request that kills the rank that
 computes it must not reach all of them."""
-BURST_DELTAS = 1024
+BURST_DELTAS = 256
 """Deltas handled at a stretch when many steps have arrived: then the other tasks of the loop have their turn."""
 STOPPED = (zmq.ENOTSOCK, zmq.ETERM)
 """Errors of a socket that was closed because its core was stopped."""

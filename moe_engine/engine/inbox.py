@@ -10,7 +10,7 @@ from moe_engine.engine.routing import Load
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import PackedLogprobs
 
-MAX_ENTRIES = 1024
+MAX_ENTRIES = 256
 """Tokens, or with log-probabilities numbers, that `get` hands out at once: so much work is done on one request before
 other requests and health probes have their turn."""
 

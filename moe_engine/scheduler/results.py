@@ -62,8 +62,7 @@ def read_result(
         if depth and fates is not None:
             fates.append(_judge_drafts(request, depth, len(tokens), len(kept), ended=reason is not None))
         mine = logprobs[i] if logprobs else None
-        if mine is not None:
-            mine = mine.part(0, len(kept)) if kept else None
+        mine = mine.part(0, len(kept)) if mine is not None and kept else None
         prompt = book.take_prompt_logprobs(request.rid) if waiting_logprobs else None
         if reason is not None:
             book.end_running(request, reason)
