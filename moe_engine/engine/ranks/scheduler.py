@@ -38,6 +38,7 @@ from moe_engine.worker.rank_progress import Progress
 FAREWELL_MS = 500
 """For a last word to the front end."""
 
+
 class SchedulingRank:
     def __init__(self, spec: RankSpec) -> None:
         self._spec, self._place = spec, spec.place
