@@ -251,6 +251,18 @@ def test_the_short_lists_hold_nothing_superfluous():
             assert words in (ROOT / path).read_text(), f"{path} needs no place in the list for {words}"
 
 
+def test_threads_report_their_failure():
+    """`watched_thread` starts all but those of executors, whose futures hold what their work raised."""
+    found = [
+        f"{path}:{node.lineno}: start it by watched_thread.start_watched"
+        for path, tree in sources().items()
+        if path != "moe_engine/engine/watched_thread.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _attribute_chain(node.func) in ("threading.Thread", "Thread")
+    ]
+    complain(found)
+
+
 def test_no_file_and_no_function_is_too_long():
     found = []
     for path, tree in sources().items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.checkpoint import locate, sums
 from moe_engine.config.cluster_env import ClusterPlace, find_place
-from moe_engine.config.dist_secret import find_secret, open_to_others
+from moe_engine.config.dist_secret import DistSecret, find_secret, open_to_others
 from moe_engine.config.draft_model import load_draft
 from moe_engine.config.machine import Machine, probe_machine
 from moe_engine.config.model import OTHER_FORMATS
@@ -80,7 +80,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         place=place,
         dump_directory=recorder_directory(os.environ),
     )
-    resolved = _with_secret(resolved, os.environ)
+    resolved = _with_secret(resolved)
     if files is not None:
         uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"
         _check_weights(config_folder, files, model, uses_mtp)
@@ -98,13 +98,18 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     return dataclasses.replace(resolved, notes=(*resolved.notes, *unread_variables(os.environ), *more))
 
 
-def _with_secret(config: ResolvedConfig, environ: Mapping[str, str]) -> ResolvedConfig:
+def secret_of_nodes(args: EngineArgs) -> DistSecret | None:
+    """What flags and environment say. Raises as `find_secret`."""
+    return find_secret(os.environ, args.parallel.dist_secret_file)
+
+
+def _with_secret(config: ResolvedConfig) -> ResolvedConfig:
     """The secret that the nodes share; one node has no sockets that need it."""
     path = config.args.parallel.dist_secret_file
     if config.parallel.num_nodes == 1:
         remarks = ["--dist-secret-file: nothing to do, one node has no sockets to others"] if path is not None else []
         return dataclasses.replace(config, notes=(*config.notes, *remarks))
-    secret = find_secret(environ, path)
+    secret = secret_of_nodes(config.args)
     remark = open_to_others(path) if path is not None else None
     return dataclasses.replace(
         config,

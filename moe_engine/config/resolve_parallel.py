@@ -21,6 +21,10 @@ ONE_RANK = Topology()
 START_SECONDS = 1200.0
 
 
+class NodeRankError(ConfigError):
+    """This node's number is not the one that its launcher says, which node 0 cannot see."""
+
+
 @dataclass(frozen=True)
 class ParallelPlan:
     """Who computes. `topology` is one replica's, nodes included; replicas are alike. They lie on the nodes in order,
@@ -272,15 +276,15 @@ def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlac
     runs on node 0 alone. A flag for fewer nodes than the launcher started is one's own division of them.
 
     Raises:
-        ConfigError: names both numbers.
+        NodeRankError: names both numbers.
     """
     if place.num_nodes == 1 or (nnodes_given and flags.nnodes != place.num_nodes):
         return
     if flags.node_rank != place.node_rank:
         contradiction = f"--node-rank {flags.node_rank}, but {place.node_variable}={place.node_rank} ({place.origin})"
         if place.node_variable != "SLURM_NODEID":
-            raise ConfigError(f"{contradiction}: leave --node-rank out")
-        raise ConfigError(
+            raise NodeRankError(f"{contradiction}: leave --node-rank out")
+        raise NodeRankError(
             f"{contradiction}: leave --node-rank out, or let the shell of each task expand $SLURM_NODEID, which the "
             "batch script expands on its first node alone: srun bash -c '... --node-rank $SLURM_NODEID'"
         )

@@ -20,8 +20,10 @@ from moe_engine import logs
 from moe_engine.config import explain
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.launch_flags import launch_flags
+from moe_engine.config.cluster_env import ClusterPlace
 from moe_engine.config.launch_plan import place_in_cluster, prepare
 from moe_engine.config.resolve import ResolvedConfig
+from moe_engine.config.resolve_parallel import NodeRankError
 from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.errors import ConfigError
@@ -52,7 +54,12 @@ def serve(args: EngineArgs) -> int:
     """
     began = time.monotonic()
     logs.setup_logging(args.logging.log_level)
-    config = prepare(args, place=place_in_cluster())
+    place = place_in_cluster()
+    try:
+        config = prepare(args, place=place)
+    except NodeRankError as error:
+        _tell_node_0(args, place, error)
+        raise
     if config.parallel.local_rank or config.parallel.node_rank:
         return _serve_node(config)
     sock = bind(config.server.host, config.server.port)
@@ -72,6 +79,18 @@ def serve(args: EngineArgs) -> int:
     finally:
         stop_cores(cores)
         sock.close()
+
+
+def _tell_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeRankError) -> None:
+    """So that it does not wait for this node."""
+    from moe_engine.config.launch_plan import secret_of_nodes
+    from moe_engine.engine.ranks.node import report_refusal
+    from moe_engine.engine.zmq_sockets import job_keys
+
+    address = args.parallel.dist_init_addr or (place.leader_address if place is not None else None)
+    if place is not None and place.node_rank and not place.local_rank and address is not None:
+        logger.error("%s", error)
+        report_refusal(address, job_keys(secret_of_nodes(args)), str(error))
 
 
 def _serve_node(config: ResolvedConfig) -> int:
@@ -122,6 +141,7 @@ async def _serve(
     for core in cores:
         core.on_death(replica_died, asyncio.get_running_loop())
     watchdog = asyncio.create_task(_watch(client, config.server.watchdog_timeout))
+    watchdog.add_done_callback(_report_failure)
 
     async def ready(host: str, port: int) -> None:
         logger.info("%s", logs.READY_LINE)
@@ -144,6 +164,11 @@ async def _serve(
         return ENGINE_DIED
     await client.shutdown()
     return 0
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("The watchdog failed: a step that does not end is no longer noticed", exc_info=error)
 
 
 async def _watch(client: CoreClient, timeout: float) -> None:

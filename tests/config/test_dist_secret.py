@@ -77,7 +77,9 @@ def test_remarks(file: Path) -> None:
     one_node = prepare(EngineArgs.from_kwargs(dist_secret_file=str(file)))
     assert one_node.parallel.secret is None
     assert any("--dist-secret-file: nothing to do" in note for note in one_node.notes)
-    assert not any("chmod" in note for note in prepare(EngineArgs.from_kwargs(**NODES, dist_secret_file=str(file))).notes)
+    assert not any(
+        "chmod" in note for note in prepare(EngineArgs.from_kwargs(**NODES, dist_secret_file=str(file))).notes
+    )
     file.chmod(0o644)
     notes = prepare(EngineArgs.from_kwargs(**NODES, dist_secret_file=str(file))).notes
     assert any("can be read by other users (mode 644): chmod 600" in note for note in notes)

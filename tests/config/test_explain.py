@@ -13,12 +13,12 @@ from moe_engine.kernels.device import Device
 
 
 def test_text(resolved):
-    config = resolved(page_size=16, api_key="secret", max_total_tokens=1000)
+    config = resolved(page_size=16, api_key="hidden-key", max_total_tokens=1000)
     text = explain_text(config, choose_backends(config, Device("cpu", "test", compiler=None)))
     for part in PARTS.values():
         for info in fields_of(part):
             assert f"  {info.name} " in text
-    assert "secret" not in text and "***" in text
+    assert "hidden-key" not in text and "***" in text
     line = next(line for line in text.splitlines() if line.startswith("  page_size "))
     assert line.split() == ["page_size", "16", "given"]
     line = next(line for line in text.splitlines() if line.startswith("  max_total_tokens "))

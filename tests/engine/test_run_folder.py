@@ -98,12 +98,15 @@ def socket_fits(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["given", "too long", "missing", "not set"])
-def test_a_long_temporary_folder_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
-) -> None:
+def test_a_long_temporary_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(long_folder(tmp_path)))
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as short:
-        place = {"given": short, "too long": str(long_folder(tmp_path / "b")), "missing": f"{short}/none", "not set": ""}
+        place = {
+            "given": short,
+            "too long": str(long_folder(tmp_path / "b")),
+            "missing": f"{short}/none",
+            "not set": "",
+        }
         monkeypatch.setenv("XDG_RUNTIME_DIR", place[runtime])
         folder = RunFolder()
         assert str(folder.path.parent) == (short if runtime == "given" else "/tmp")

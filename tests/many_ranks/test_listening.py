@@ -1,4 +1,4 @@
-"""A server on two nodes, both on this machine: what it listens at, who is let in, and where its secret does not show."""
+"""A server on two nodes, both on this machine: what it listens at, who is admitted, where its secret does not show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,19 @@ HOST = "127.0.0.3"
 """Loopback, but no address that anything listens at by default."""
 FAMILIES = ("attention", "moe-runner", "linear", "ops", "sampling")
 QUICK = [part for family in FAMILIES for part in (f"--{family}-backend", "torch")]
-FLAGS = ("--tp", "2", "--attn-dp-size", "2", "--nnodes", "2", "--max-total-tokens", "2048", "--cpu-threads", "1", *QUICK)
+FLAGS = (
+    "--tp",
+    "2",
+    "--attn-dp-size",
+    "2",
+    "--nnodes",
+    "2",
+    "--max-total-tokens",
+    "2048",
+    "--cpu-threads",
+    "1",
+    *QUICK,
+)
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\3\0"
 """ZMTP's signature and version: the other end then says its mechanism."""
 
@@ -80,7 +92,9 @@ def listeners(pids: list[int]) -> list[Listener]:
 
 
 @contextmanager
-def two_nodes(folder: Path, secret: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ServerProcess, int, int]]:
+def two_nodes(
+    folder: Path, secret: str | None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ServerProcess, int, int]]:
     """The server, the process of node 1, and the port of --dist-init-addr."""
     if secret is not None:
         monkeypatch.setenv(SECRET_VARIABLE, secret)
@@ -157,7 +171,9 @@ def test_a_node_with_another_secret_ends_with_a_message_and_node_0_logs_it(
                 nodes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=plain | environ))
         assert nodes[1].wait(PATIENCE) == 2
         text = logs[1].read_text()
-        assert "refuses the connection: --dist-secret-file or MOE_ENGINE_DIST_SECRET" in text and "Traceback" not in text
+        assert (
+            "refuses the connection: --dist-secret-file or MOE_ENGINE_DIST_SECRET" in text and "Traceback" not in text
+        )
         deadline = time.monotonic() + PATIENCE
         while "connections were refused in their handshake: --dist-secret-file" not in logs[0].read_text():
             assert time.monotonic() < deadline, logs[0].read_text()

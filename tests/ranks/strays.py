@@ -28,6 +28,7 @@ MESSAGES: list[Any] = [
     messages.Ask(1, 0, "view"),
     messages.Ended(1),
     messages.NodeHere(1, "host", 7),
+    messages.NodeRefused("host", 7, "why"),
     messages.Welcome("ipc://x", "host", 1, "leader"),
     messages.Go(["a", "b"]),
     messages.Run(0, "view"),
@@ -45,7 +46,23 @@ MESSAGES: list[Any] = [
     core_messages.StepOutput([core_messages.RequestDelta("r", [1])]),
     core_messages.CoreFailed("broken"),
 ]
-ODD: list[Any] = [-1, 99, 1 << 40, -(1 << 62), 1.5, float("nan"), "", "x" * 300, None, True, [], [[]], {}, {"a": 1}, b"\xff"]
+ODD: list[Any] = [
+    -1,
+    99,
+    1 << 40,
+    -(1 << 62),
+    1.5,
+    float("nan"),
+    "",
+    "x" * 300,
+    None,
+    True,
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    b"\xff",
+]
 
 
 class Strays:

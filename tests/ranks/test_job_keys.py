@@ -1,4 +1,4 @@
-"""CURVE at every socket between nodes: who knows the job's secret is heard, nobody else; sockets on a node stay as they are."""
+"""CURVE at every socket between nodes admits processes with the job's secret alone; sockets on one node stay plain."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ class Group:
     """Rank 0's control channel and the link of rank 1, which is on node 1."""
 
     def __init__(self, address: str, options: RankGroupOptions | None = None) -> None:
-        self.options = options or RankGroupOptions(2, lambda: None, num_nodes=2, leader_address="127.0.0.1:1", limits=LIMITS)
+        self.options = options or RankGroupOptions(
+            2, lambda: None, num_nodes=2, leader_address="127.0.0.1:1", limits=LIMITS
+        )
         self.watch = RankWatch(self.options.places, LIMITS, Position, ("here", 1))
         self.boards: list[tuple[int, list[float]]] = []
         self.control = RankControl(address, self.options, self.watch, lambda *shown: self.boards.append(shown))
@@ -126,13 +128,16 @@ WRONG: list[Any] = [
     messages.Died(1, "died"),
     messages.Ended(1),
     messages.Ask(1, 0, "no such call"),
+    messages.NodeRefused("there", 9, "too late"),
     messages.Alive(),
     messages.Leave("no reason"),
     core_messages.Shutdown(),
 ]
 
 
-@pytest.mark.parametrize("message", WRONG, ids=lambda message: f"{type(message).__name__}{getattr(message, 'rank', '')}")
+@pytest.mark.parametrize(
+    "message", WRONG, ids=lambda message: f"{type(message).__name__}{getattr(message, 'rank', '')}"
+)
 def test_the_control_channel_survives_what_no_member_says(
     group: Group, message: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,9 +167,7 @@ def test_a_process_that_comes_second_is_sent_away_with_the_reason(group: Group) 
     group.check()
 
 
-def test_a_thread_of_the_control_channel_that_fails_is_a_verdict(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_of_the_control_channel_that_fails_is_a_verdict(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts: list[str] = []
     group.watch.on_verdict(lambda verdict: verdicts.append(str(verdict)))
     monkeypatch.setattr(group.watch, "tick", lambda elapsed: 1 / 0)
@@ -208,9 +211,9 @@ class FakeLeader:
         while True:
             assert self.socket.poll(int(SECONDS * 1000)), "the link does not answer"
             identity, body = self.socket.recv_multipart()
-            if identity == self.rank and isinstance(found := messages.decode_to_leader(body), messages.Answer):
-                if found.id == number:
-                    return found
+            found = messages.decode_to_leader(body) if identity == self.rank else None
+            if isinstance(found, messages.Answer) and found.id == number:
+                return found
 
     def close(self) -> None:
         self.link.close()

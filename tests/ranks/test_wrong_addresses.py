@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from moe_engine import cli
+from moe_engine.engine.ranks import node as rank_node
+from tests.nodes.cluster import free_port
+from tests.ranks.drill import PATIENCE
 
 NODES = ("--tp", "2", "--nnodes", "2")
 REPLICAS = ("--dp", "2", "--nnodes", "2")
@@ -77,13 +82,44 @@ def test_a_wrong_address_is_one_sentence(
     assert reason in error and (address if launch else flags[0]) in error, error
 
 
+@pytest.fixture
+def no_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_node, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
+
+
+@pytest.mark.usefixtures("no_node_0")
 @pytest.mark.parametrize("more", [(), ("--nnodes", "2"), ("--nnodes", "2", "--dist-init-addr", "127.0.0.1:20000")])
 def test_a_node_rank_that_slurm_contradicts(
     more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As of `srun moe-engine serve --node-rank "$SLURM_NODEID"` in a batch script, which expands it to 0 on all nodes."""
+    """As of `srun moe-engine serve --node-rank "$SLURM_NODEID"` in a batch script, where it is 0 on all nodes."""
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     error = refused(capfd, "--tp", "2", "--node-rank", "0", *more)
     assert error.startswith("--node-rank 0, but SLURM_NODEID=1 (SLURM_* of job 123): leave --node-rank out, or")
     assert "srun bash -c '... --node-rank $SLURM_NODEID'" in error
+
+
+@pytest.mark.parametrize("secret", ["", "0123456789abcdef"], ids=["without", "secret"])
+def test_node_0_ends_with_the_sentence_of_the_other_node(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], secret: str
+) -> None:
+    """To node 0 itself nothing is wrong: it would wait for the other one until --dist-timeout."""
+    if secret:
+        monkeypatch.setenv("MOE_ENGINE_DIST_SECRET", secret)
+    flags = [*NODES, "--max-total-tokens", "2048", "--node-rank", "0", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
+    command = [sys.executable, "-m", "moe_engine", "serve", "--port", "0", *flags]
+    node_0 = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        for name, value in STEP.items():
+            monkeypatch.setenv(name, value)
+        assert cli.main(["serve", *flags]) == cli.USAGE_ERROR
+        _, error = node_0.communicate(timeout=PATIENCE)
+    finally:
+        node_0.kill()
+        node_0.wait()
+    assert node_0.returncode == cli.USAGE_ERROR and "Traceback" not in error, error
+    assert re.search(r"^moe-engine serve: error: on .* \(pid \d+\): --node-rank 0, but SLURM_NODEID=1", error, re.M), (
+        error
+    )

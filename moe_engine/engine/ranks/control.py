@@ -164,6 +164,8 @@ class RankControl:
             refusal = self._peers.join_rank(identity, message.rank)
         elif isinstance(message, messages.NodeHere):
             refusal = self._peers.join_node(identity, message.node_rank)
+        elif isinstance(message, messages.NodeRefused):
+            refusal = "the start is over" if self._watch.armed else None
         else:
             return self._peers.refusal(identity, message)
         if refusal is None:
@@ -207,6 +209,8 @@ class RankControl:
             self._ask_for(message)
         elif isinstance(message, messages.Ended):
             watch.end()
+        elif isinstance(message, messages.NodeRefused):
+            watch.give_up(f"on {message.host} (pid {message.pid}): {message.message}", config_error=True)
         elif isinstance(message, messages.Died):
             watch.died(message.rank, message.how)
 

@@ -108,6 +108,14 @@ class NodeHere(RankMessage, tag="node"):
     pid: int
 
 
+class NodeRefused(RankMessage, tag="refused"):
+    """From the launcher of another node, during the start: it cannot take part, for a flag or its environment."""
+
+    host: str
+    pid: int
+    message: str
+
+
 # -- from the leader
 
 
@@ -161,7 +169,7 @@ class Leave(RankMessage, tag="leave"):
     reason: str
 
 
-ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | Ask | Ended | NodeHere
+ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | Ask | Ended | NodeHere | NodeRefused
 ToRank = Welcome | Go | Run | Answers | Regroup | Alive | Leave
 
 encode = msgspec.msgpack.Encoder().encode

@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import zmq
+
+from moe_engine.engine.nodes.known_address import KnownAddress
 from moe_engine.engine.ranks import messages
 from moe_engine.engine.ranks.link import RankLink
 from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
 from moe_engine.engine.ranks.peers import identity_of_process
 from moe_engine.engine.ranks.process import LocalRanks
-from moe_engine.engine.zmq_sockets import SECRET_HINT
+from moe_engine.engine.zmq_sockets import SECRET_HINT, JobKeys, connect
 from moe_engine.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger("moe_engine")
@@ -29,6 +32,8 @@ POLL_SECONDS = 0.1
 LAST_RANK_SECONDS = 5.0
 """For the other ranks of a node to leave once the first has."""
 LEAVE_SECONDS = 1.0
+REPORT_SECONDS = 20.0
+"""For node 0 to come up and to learn that this node cannot take part."""
 
 
 class NodeRanks:
@@ -94,6 +99,18 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
     finally:
         ranks.close()
     return int(any(ranks.returncodes))
+
+
+def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
+    """Ends the start on node 0, for a reason that only this node sees; whether node 0 has answered in time."""
+    report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
+    link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    link.setsockopt(zmq.LINGER, 0)
+    connect(link, KnownAddress(address).tcp(), keys)
+    link.send(messages.encode(report))
+    answered = bool(link.poll(int(REPORT_SECONDS * 1000)))
+    link.close()
+    return answered
 
 
 def wait_for_leader(link: RankLink, node_rank: int, limits: WatchLimits) -> None:

@@ -240,9 +240,9 @@ class RankWatch:
         """From now on the going of a rank is no loss."""
         self.ending = True
 
-    def give_up(self, message: str) -> None:
+    def give_up(self, message: str, *, config_error: bool = False) -> None:
         """A verdict that names its ranks itself."""
-        self._decide(message)
+        self._decide(message, config_error)
 
     def tick(self, elapsed: float) -> None:
         if self.ending or self.verdict is not None:
