@@ -21,6 +21,8 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
     except OSError as exc:
         raise ConfigError(f"{flags}: no address of that name: {exc.strerror}") from None
+    except ValueError:  # no encoding of a host's name, or a null byte in it
+        raise ConfigError(f"--host {host[:80]!r}: no address or name of a machine") from None
     family, kind, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
