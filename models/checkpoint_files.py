@@ -64,7 +64,7 @@ def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: broken index ({error!r}); download it again") from None
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
@@ -99,7 +99,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = {name: _tensor(item, 8 + length) for name, item in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: broken safetensors header ({error}); download it again") from None
     for name, tensor in tensors.items():
         if tensor.stop > file_size:

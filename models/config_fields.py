@@ -12,6 +12,9 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config import QuantConfig, RopeConfig
 
 _MISSING: Any = object()
+MAX_INTEGER = 2**53
+LARGEST = {"num_hidden_layers": 65536, "n_routed_experts": 65536, "num_experts": 65536, "num_local_experts": 65536}
+"""Counts that lists are made of."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -20,7 +23,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: must hold a JSON object, found {type(value).__name__}")
@@ -81,6 +84,8 @@ class Fields:
             self.fail(name, f"must be a whole number, found {value!r}")
         if value < minimum:
             self.fail(name, f"must be at least {minimum}, found {value}")
+        if value > (most := LARGEST.get(name, MAX_INTEGER)):
+            self.fail(name, f"must be at most {most}, found {value}")
         return int(value)
 
     def number(self, name: str, default: Any = _MISSING, above: float | None = None) -> Any:

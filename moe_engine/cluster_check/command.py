@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -29,6 +30,9 @@ def main(argv: Sequence[str], prog: str) -> int:
         ConfigError: flags or the launcher's environment are at fault.
     """
     options = _parser(prog).parse_args(list(argv))
+    for flag, seconds in (("--join-timeout", options.join_timeout), ("--engine-timeout", options.engine_timeout)):
+        if not 0 < seconds < math.inf:
+            raise ConfigError(f"{flag} {seconds:g}: must be more than 0 seconds")
     place = _place(options, os.environ)
     if place.local_rank:
         print(f"node {place.node_rank}: local rank 0 checks for this node, local rank {place.local_rank} leaves")
@@ -61,10 +65,12 @@ def _place(options: Any, environ: Mapping[str, str]) -> ClusterPlace:
     given = [options.nnodes, options.node_rank, options.dist_init_addr]
     if given == [None, None, None]:
         return place or ClusterPlace(1, 0, None, 0, "one node")
-    nodes, rank, address = options.nnodes or 1, options.node_rank or 0, options.dist_init_addr
+    nodes = 1 if options.nnodes is None else options.nnodes
+    rank, address = options.node_rank or 0, options.dist_init_addr
     if nodes < 1 or not 0 <= rank < nodes:
         raise ConfigError(f"--node-rank {rank}: with --nnodes {nodes} it is 0 to {nodes - 1}")
-    if nodes > 1 and not (address and address.rpartition(":")[0] and address.rpartition(":")[2].isdigit()):
+    host, _, port = (address or "").rpartition(":")
+    if nodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all reach")
     return ClusterPlace(nodes, rank, address if nodes > 1 else None, 0, "flags")
 

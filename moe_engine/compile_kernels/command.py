@@ -66,7 +66,10 @@ def _compile(args: Any, target: Target, output: Path) -> int:
     for choice in choices:
         print(f"{choice.family:9} {choice.row.name}: {choice.reason}", file=sys.stderr)
     began = time.perf_counter()
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be a folder for kernels: {error.strerror}") from None
     with absent_device(target.arch, output) as compilations:
         for size in exercise(config, build_triton(choices)):
             _progress(f"{len(compilations.reports)} kernels; {size.decodes} decodes, {size.prefill} prefill tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ def locate(
     """
     if path is None:
         return embedded_model()
-    folder = Path(path).expanduser()
-    if folder.exists():
+    folder = Path(os.path.expanduser(path))
+    if os.path.exists(folder):  # False for a name that is too long, where Path.exists raises
         for option, value in (("--revision", revision), ("--download-dir", download_dir)):
             if value is not None:
                 raise ConfigError(f"{option} {value}: only for hub models, and {flag} {path} is a local folder")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
@@ -29,6 +29,7 @@ LEAST = {
     "max_logprobs": -1,
     "decode_log_interval": 1,
     "port": 0,
+    "tp_size": 1,
     "cuda_graph_max_bs_decode": 1,
     "torch_compile_max_bs": 1,
     "dp_size": 1,
@@ -43,7 +44,16 @@ LEAST = {
     "timeout_keep_alive": 1,
     "timeout_graceful_shutdown": 0,
 }
-MOST = {"log_requests_level": 3, "port": 65535, "random_seed": 2**63 - 1, "speculative_eagle_topk": 64}
+MAX_RANKS = 4096
+"""Far above any cluster, and small enough that sizes which fit can be searched for."""
+MAX_INT = 2**63 - 1
+MOST = {
+    **dict.fromkeys(("tp_size", "dp_size", "attn_dp_size", "ep_size", "nnodes"), MAX_RANKS),
+    "log_requests_level": 3,
+    "port": 65535,
+    "random_seed": 2**63 - 1,
+    "speculative_eagle_topk": 64,
+}
 
 HIDDEN = "***"
 """A key in /server_info."""
@@ -63,8 +73,8 @@ def _ranges(args: EngineArgs) -> Iterator[str]:
             yield f"{option_of(name)} {value}: must be a finite number"
         if name in LEAST and value < LEAST[name]:
             yield f"{option_of(name)} {value}: must be at least {LEAST[name]}"
-        if name in MOST and value > MOST[name]:
-            yield f"{option_of(name)} {value}: must be at most {MOST[name]}"
+        if value > (most := MOST.get(name, MAX_INT)):
+            yield f"{option_of(name)} {value}: must be at most {most}"
     fraction = args.memory.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         yield f"--mem-fraction-static {fraction:g}: a part of the memory, between 0 and 1 (0.85 is common)"
@@ -137,16 +147,20 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
             yield f"{option} is empty: leave it out for no key, or give one"
         if key == HIDDEN:
             yield f"{option} {HIDDEN}: that is how /server_info hides a key; give the key itself"
+    if not server.host.strip():
+        yield "--host is empty: give an address of this machine, 127.0.0.1 for itself alone or 0.0.0.0 for all"
     name = model.served_model_name
     if name is not None and (not name.strip() or ":" in name):
         yield f"--served-model-name {name!r}: must be a name without a colon"
     tokenizer = model.tokenizer_path
-    if tokenizer is not None and tokenizer.startswith(("/", "./", "../", "~")) and not Path(tokenizer).exists():
+    if tokenizer is not None and tokenizer.startswith(("/", "./", "../", "~")) and not os.path.exists(tokenizer):
         yield f"--tokenizer-path {tokenizer}: no such folder"
     try:
         parse_sampling(json.loads(server.preferred_sampling_params), "--preferred-sampling-params")
     except InputError as error:
         yield error.message
     template = model.chat_template
-    if template is not None and "{" not in template and not Path(template).is_file():
-        yield f"--chat-template {template}: no such file; give a .jinja file (built-in names are not available yet)"
+    if template is not None and "{" not in template and not os.path.isfile(template):
+        yield (
+            f"--chat-template {template:.200}: no such file; give a .jinja file (built-in names are not available yet)"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
@@ -30,7 +31,7 @@ def load_draft(args: EngineArgs) -> DraftModel | None:
     path = args.speculative.speculative_draft_model_path
     if path is None or args.speculative.speculative_algorithm is None:
         return None
-    is_local = Path(path).expanduser().exists()
+    is_local = os.path.exists(os.path.expanduser(path))
     folder = locate(path, download_dir=None if is_local else args.model.download_dir, flag=FLAG)
     file = folder / "config.json"
     if not file.is_file():

@@ -105,7 +105,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
     _refuse_unknown(parser, unknown)
     given = vars(namespace)
     path = given.pop("config", None)
-    return {**_canonical(parser, _read_yaml(path)), **given} if path else given
+    return {**_canonical(parser, _read_yaml(path)), **given} if path is not None else given
 
 
 def _canonical(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
@@ -133,12 +133,12 @@ def _read_yaml(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             values = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot read it: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -17,15 +17,6 @@ from moe_engine.config.later import LATER
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.config.unknown_flag import keyword_of
 
-BACKEND_FIELDS = {
-    "attention": "attention_backend",
-    "experts": "moe_runner_backend",
-    "linear": "linear_backend",
-    "ops": "ops_backend",
-    "sampling": "sampling_backend",
-}
-"""The flag of each kernel family."""
-
 FACTS = ("speculation", "use_mla_backend")
 """Keys of `launch_flags` that are no flags."""
 
@@ -33,7 +24,7 @@ FACTS = ("speculation", "use_mla_backend")
 def launch_flags(config: ResolvedConfig) -> dict[str, Any]:
     """Every flag by name, and `FACTS`. Keys of clients are hidden.
 
-    Backends of kernels are as they were asked for: the engine knows them once it is ready (`kernel_flags`).
+    Backends of kernels are as they were asked for: the engine knows them once it is ready (`client_api.kernel_flags`).
     """
     values = config.flat() | _in_all_groups(config) | _chosen(config) | _graphs(config)
     for row in (*LATER.values(), *DROPPED.values()):
@@ -44,15 +35,6 @@ def launch_flags(config: ResolvedConfig) -> dict[str, Any]:
             values.update({keyword_of(old): values[info.name] for old in info.flag.old})
     values["use_mla_backend"] = config.model.attention.kind == "mla"
     return values
-
-
-def kernel_flags(backends: dict[str, str]) -> dict[str, str]:
-    """The flags of the kernels that compute.
-
-    Args:
-        backends: name of the backend by kernel family.
-    """
-    return {BACKEND_FIELDS[family]: name for family, name in backends.items() if family in BACKEND_FIELDS}
 
 
 def _in_all_groups(config: ResolvedConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
@@ -74,7 +75,7 @@ def _check(flags: ExpertArgs, topology: Topology) -> None:
             raise ConfigError(
                 f"--init-expert-location {location}: give trivial, a .pt or .json file, or JSON that starts with {{"
             )
-        if not Path(location).is_file():
+        if not os.path.isfile(location):
             raise ConfigError(f"--init-expert-location {location}: no such file")
 
 

@@ -300,9 +300,12 @@ def _nodes_of_a_replica(tp_size: int, replicas: int, nodes: int) -> int:
         raise ConfigError(f"--dp-size {replicas}: there is at least one replica")
     if replicas == 1 or tp_size < 1:
         return nodes  # which `Topology` holds against the ranks
-    fitting = [n for n in range(1, replicas * tp_size + 1) if n % replicas == 0 or replicas % n == 0]
-    fitting = [n for n in fitting if tp_size * replicas % n == 0]
-    if nodes not in fitting:
+
+    def fits(n: int) -> bool:
+        return tp_size * replicas % n == 0 and (n % replicas == 0 or replicas % n == 0)
+
+    if nodes < 1 or not fits(nodes):
+        fitting = [n for n in range(1, replicas * tp_size + 1) if fits(n)]
         below, above = [n for n in fitting if n < nodes], [n for n in fitting if n > nodes]
         nearest = " or ".join(str(n) for n in (*below[-1:], *above[:1]))
         raise ConfigError(

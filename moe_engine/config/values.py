@@ -27,7 +27,11 @@ def parse_count(text: str) -> int:
 
 def parse_json_object(text: str) -> str:
     """Checks that the text is a JSON object and returns it unchanged. Raises ValueError."""
-    if not isinstance(json.loads(text), dict):
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
         raise ValueError("must be a JSON object such as '{\"rope_theta\": 10000}'")
     return text
 
@@ -86,7 +90,7 @@ def _convert(info: FieldInfo, value: Any) -> Any:
         raise ConfigError(f"{info.option}: expected text, not {value!r}")
     if isinstance(value, str):
         return _parse(info, value)
-    if info.type is int and isinstance(value, float) and value == int(value):
+    if info.type is int and isinstance(value, float) and value.is_integer():
         return int(value)
     allowed = (int,) if info.type is int else (int, float)
     if wrong_bool or not isinstance(value, allowed):

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moe_engine.engine.messages import AddRequest, RequestDelta
+
+BACKEND_FIELDS = {
+    "attention": "attention_backend",
+    "experts": "moe_runner_backend",
+    "linear": "linear_backend",
+    "ops": "ops_backend",
+    "sampling": "sampling_backend",
+}
+"""The flag of each kernel family."""
+
+
+def kernel_flags(backends: Mapping[str, str]) -> dict[str, str]:
+    """The flags of the kernels that compute, from the name of the backend by kernel family."""
+    return {BACKEND_FIELDS[family]: name for family, name in backends.items() if family in BACKEND_FIELDS}
 
 
 @dataclass(frozen=True)

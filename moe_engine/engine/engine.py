@@ -19,10 +19,10 @@ from typing import Any, NoReturn, TypeVar
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_flags import kernel_flags, launch_flags
+from moe_engine.config.launch_flags import launch_flags
 from moe_engine.config.launch_plan import prepare
 from moe_engine.engine.client import CoreClient
-from moe_engine.engine.client_api import EngineInfo, Health
+from moe_engine.engine.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.frontend import Frontend
 from moe_engine.engine.generate_input import LATER_FIELDS, GenerateInput, refuse_later_fields

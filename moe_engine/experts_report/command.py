@@ -65,6 +65,10 @@ def _layouts(options: argparse.Namespace, num_experts: int) -> list[ExpertLayout
     Raises:
         ConfigError: --redundant does not fit the EP sizes that were asked for.
     """
+    if options.nodes < 1:
+        raise ConfigError(f"--nodes {options.nodes}: at least 1")
+    if options.redundant is not None and options.redundant < 0:
+        raise ConfigError(f"--redundant {options.redundant}: must not be negative")
     usual = list(usual_layouts(num_experts, options.nodes, options.groups, options.ep_size))
     if options.redundant is None:
         return usual

@@ -130,6 +130,8 @@ def _table(value: Any, name: str) -> NDArray[np.int64]:
     array = np.asarray(value)
     if array.dtype.kind not in "iuf" or array.ndim < 2 or not array.size:
         raise ConfigError(f"{name}: needed is a table of counts")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ConfigError(f"{name}: holds values that are not finite numbers; {RECORD_HINT}")
     return array.astype(np.int64)
 
 

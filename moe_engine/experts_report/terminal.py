@@ -56,11 +56,19 @@ def layer_table(layers: Sequence[LayerStatistics]) -> Table:
 
 def gain_table(gains: Sequence[Gain]) -> Table:
     """One row a layout: balancedness now, with EPLB, and with EPLB on traffic it has not seen."""
+    caption = (
+        "unseen: planned on the first half of the passes, judged on the second.  slowest rank: its tokens, against "
+        "trivial"
+    )
+    if any(gain.planned < gain.trivial or gain.slowest > 1 for gain in gains):
+        caption += (
+            ".  Plans are made for the sum of all passes and judged pass by pass: where single passes differ from "
+            "their sum a plan can be worse than trivial"
+        )
     table = Table(
         title="What EPLB would gain (balancedness: mean / max tokens of a rank, 1 is even)",
         title_justify="left",
-        caption="unseen: planned on the first half of the passes, judged on the second.  slowest rank: its tokens, "
-        "against trivial",
+        caption=caption,
         caption_justify="left",
     )
     for name in ("EP size", "nodes", "redundant", "slots/rank", "trivial", "EPLB", "unseen", "slowest rank"):

@@ -1,14 +1,13 @@
 """Requests, slots and plans: what runs in the next step. Imports no torch and no numpy."""
 
 from moe_engine.scheduler.config import POLICIES, SchedulerConfig
-from moe_engine.scheduler.events import LoadSnapshot, PlanFacts, RequestEvent, RequestTiming, SchedulerStats
+from moe_engine.scheduler.events import PlanFacts, RequestEvent, RequestTiming, SchedulerStats
 from moe_engine.scheduler.scheduler import NEEDS_DRAIN, Drain, Scheduler
 
 __all__ = [
     "NEEDS_DRAIN",
     "POLICIES",
     "Drain",
-    "LoadSnapshot",
     "PlanFacts",
     "RequestEvent",
     "RequestTiming",

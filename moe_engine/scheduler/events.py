@@ -142,15 +142,3 @@ class SchedulerStats:
     oldest_wait_seconds: float
     num_drains_total: int
     speculation: SpecStats | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSnapshot:
-    """What a router needs to compare ranks."""
-
-    num_running: int
-    num_waiting: int
-    num_used: int
-    num_waiting_tokens: int
-    """Prompt tokens (and outputs of retracted requests) still to be computed by those that wait."""
-    num_slots: int

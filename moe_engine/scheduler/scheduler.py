@@ -21,14 +21,14 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler import log_lines
 from moe_engine.scheduler.admission import Admission, Blocked, PrefillBatch
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.events import LoadSnapshot, PlanFacts, RequestEvent, SchedulerStats
+from moe_engine.scheduler.events import PlanFacts, RequestEvent, SchedulerStats
 from moe_engine.scheduler.integrity import check_integrity
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
 from moe_engine.scheduler.request_book import RequestBook
 from moe_engine.scheduler.results import read_result
 from moe_engine.scheduler.retraction import choose_preempted, choose_victims
 from moe_engine.scheduler.speculation import Speculator
-from moe_engine.scheduler.stats import Totals, load_snapshot, snapshot
+from moe_engine.scheduler.stats import Totals, snapshot
 from moe_engine.scheduler.token_ratio import NewTokenRatio
 from moe_engine.types import FinishReason, Request, Status, StepPlan, StepResult
 
@@ -399,9 +399,6 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         speculation = self.speculator.stats() if self.speculator is not None else None
         return snapshot(self.book, self.totals, self.ratio.value, self._clock(), speculation)
-
-    def load(self) -> LoadSnapshot:
-        return load_snapshot(self.book)
 
 
 def _asks_prompt_logprobs(request: Request) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from moe_engine.scheduler.config import SchedulerConfig
@@ -19,6 +20,8 @@ from moe_engine.scheduler.radix_cache import Match, RadixCache
 from moe_engine.types import Request
 
 FRONT, NORMAL = 0, 1
+MAX_STALE = 64
+"""Entries that have left and may still be in the heap of ages, beyond as many as wait."""
 _KEY = attrgetter("key")
 
 
@@ -28,7 +31,7 @@ class Waiting:
     `prefix_keys` are what the tree files the tokens under: the tokens themselves, or pairs of neighbours.
     """
 
-    __slots__ = ("_match", "_version", "deadline", "key", "limit", "prefix_keys", "request", "tokens")
+    __slots__ = ("_match", "_version", "deadline", "is_queued", "key", "limit", "prefix_keys", "request", "tokens")
 
     def __init__(self, request: Request, tokens: list[int], limit: int, prefix_keys: list[int]) -> None:
         self.request = request
@@ -38,6 +41,7 @@ class Waiting:
         """At most this many tokens may come from the cache."""
         self.key: tuple[float, int, int, int] = (0, 0, 0, 0)
         self.deadline = 0
+        self.is_queued = True
         self._match = Match(None, 0)
         self._version = -1
 
@@ -70,8 +74,11 @@ class WaitingQueue:
         self._ages = config.effective_policy != "fcfs"
         self._last_deadline = 0
         self._admissions = 0
-        self.num_tokens = 0
-        """Tokens of all entries."""
+        self.num_retracted = 0
+        """Entries whose request has run before."""
+        self._oldest: list[tuple[float, int, Waiting]] = []
+        """Heap of (queued_at, number of the push, entry); entries that have left are dropped when they are met."""
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,7 +94,8 @@ class WaitingQueue:
         keys = bigrams(tokens) if self._config.bigram_prefixes else tokens
         entry = Waiting(request, tokens, prefix_limit(request), keys)
         self._place(entry, FRONT if front else NORMAL)
-        self.num_tokens += len(tokens)
+        self.num_retracted += request.retractions > 0
+        self._note_age(entry)
         if self._ages and not front:
             due = self._admissions + len(self._entries) + self._config.max_overtakes
             self._last_deadline = entry.deadline = max(due, self._last_deadline)
@@ -97,8 +105,8 @@ class WaitingQueue:
     def remove(self, entry: Waiting) -> None:
         """Takes an entry out."""
         self._unplace(entry)
-        self.num_tokens -= len(entry.tokens)
-        entry.deadline = -1
+        self.num_retracted -= entry.request.retractions > 0
+        entry.deadline, entry.is_queued = -1, False
 
     def admit(self, entries: list[Waiting]) -> None:
         """Takes out entries that begin to run."""
@@ -110,9 +118,16 @@ class WaitingQueue:
         """Empties the queue."""
         requests = [entry.request for entry in self._entries]
         self._entries.clear()
-        self.num_tokens = 0
+        self._oldest.clear()
+        self.num_retracted = 0
         self._by_arrival.clear()
         return requests
+
+    def oldest_arrival(self) -> float | None:
+        """`queued_at` of the request that came first; None where none waits. Constant time on average."""
+        while self._oldest and not self._oldest[0][2].is_queued:
+            heappop(self._oldest)
+        return self._oldest[0][0] if self._oldest else None
 
     def promote_aged(self) -> None:
         """Moves aged entries to the front region. Deadlines grow with arrival, so only the oldest is looked at."""
@@ -127,6 +142,13 @@ class WaitingQueue:
         """The front region and the rest; meaningful only without priorities."""
         cut = bisect_left(self._entries, NORMAL, key=lambda e: e.key[1])
         return self._entries[:cut], self._entries[cut:]
+
+    def _note_age(self, entry: Waiting) -> None:
+        if len(self._oldest) > 2 * len(self._entries) + MAX_STALE:  # under most policies the oldest leave first
+            self._oldest = [item for item in self._oldest if item[2].is_queued]
+            heapify(self._oldest)
+        self._num_pushed += 1
+        heappush(self._oldest, (entry.request.queued_at, self._num_pushed, entry))
 
     def _place(self, entry: Waiting, region: int) -> None:
         request, config = entry.request, self._config

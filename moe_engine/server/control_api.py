@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from moe_engine.config.launch_flags import kernel_flags
+from moe_engine.engine.client_api import kernel_flags
 from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.errors import InputError, MoeEngineError, NotAvailableYet
 from moe_engine.server.http_io import json_response, plain_floats, unless_gone

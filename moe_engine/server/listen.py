@@ -21,7 +21,7 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
     except OSError as exc:
         raise ConfigError(f"{flags}: no address of that name: {exc.strerror}") from None
-    except UnicodeError:
+    except ValueError:  # no encoding of a host's name, or a null byte in it
         raise ConfigError(f"{flags}: not the name of a host") from None
     family, kind, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     sock = socket.socket(family, kind)

@@ -8,8 +8,6 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from moe_engine.config.field import fields_of
-from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
 from moe_engine.server.http_io import encode_json
 from moe_engine.server.openai_messages import check_tools
@@ -66,6 +64,9 @@ def _text(body: dict[str, Any]) -> str:
 @lru_cache
 def _later(field: str) -> frozenset[str]:
     """Names that the flag of the same name knows and a later part brings."""
+    from moe_engine.config.field import fields_of  # not at the top: the package loads numpy
+    from moe_engine.config.server import ServerArgs
+
     return frozenset(next(info.flag.later for info in fields_of(ServerArgs) if info.name == field))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -112,15 +113,20 @@ def load_chat_template(
     if "{%" in chosen or "{{" in chosen:
         return ChatTemplate(chosen, special_tokens)
     path = Path(chosen)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
-            f"--chat-template {chosen}: no such file; give a .jinja file (built-in names are not available yet)"
+            f"--chat-template {chosen:.200}: no such file; give a .jinja file (built-in names are not available yet)"
         )
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"--chat-template {chosen}: cannot be read as text; give a .jinja or .json file") from None
     if path.suffix == ".json":
         try:
             text = json.loads(text)["chat_template"]
         except (ValueError, KeyError, TypeError):
+            text = ""
+        if not isinstance(text, str) or not text:
             raise ConfigError(f"--chat-template {chosen}: a .json file must hold a 'chat_template' string") from None
     return ChatTemplate(text, special_tokens)
 

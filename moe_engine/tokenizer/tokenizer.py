@@ -166,7 +166,7 @@ class Tokenizer:
         self.special_tokens = {
             name: content
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (content := _content(config.get(name))) is not None
+            if (content := _content(name, config.get(name))) is not None
         }
         self.bos_token = self.special_tokens.get("bos_token")
         self.eos_token = self.special_tokens.get("eos_token")
@@ -309,13 +309,22 @@ def load_tokenizer(
 def _own_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{jinja}: cannot be read as text: {exc}") from None
     template = config.get("chat_template")
     if template is None:
         template = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in template}
-    return template
+    try:
+        if isinstance(template, list):
+            template = {str(entry["name"]): entry["template"] for entry in template}
+        texts = template.values() if isinstance(template, dict) else [template]
+        if all(text is None or isinstance(text, str) for text in texts):
+            return template
+    except (KeyError, TypeError):
+        pass
+    raise ConfigError(f"{folder}: chat_template must be text, or a list of objects with a name and a template")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -343,5 +352,9 @@ def _is_byte_level(path: Path) -> bool:
     return bool(decoder) and decoder.get("type") == "ByteLevel"  # type: ignore[union-attr]
 
 
-def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+def _content(name: str, token: Any) -> str | None:
+    """A special token's text: the value itself, or the `content` of an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(f"tokenizer_config.json: {name} must be text, found {text!r:.80}")
+    return text

@@ -16,10 +16,11 @@ from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import fields_of
 from moe_engine.config.later import LATER
-from moe_engine.config.launch_flags import FACTS, kernel_flags, launch_flags
+from moe_engine.config.launch_flags import FACTS, launch_flags
 from moe_engine.config.launch_plan import choose_backends
 from moe_engine.config.machine import Machine
 from moe_engine.config.resolve import ResolvedConfig, resolve
+from moe_engine.engine.client_api import kernel_flags
 from moe_engine.engine.core_setup import core_info
 from moe_engine.engine.start import engine_info
 from moe_engine.errors import ConfigError

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sched_simulator import Simulation, make_request
 
 from moe_engine.errors import ConfigError, InputError
@@ -12,7 +14,8 @@ from moe_engine.scheduler import NEEDS_DRAIN, POLICIES, SchedulerConfig
 from moe_engine.scheduler.policies import Policy
 from moe_engine.scheduler.radix_cache import RadixCache
 from moe_engine.scheduler.retraction import victim_order
-from moe_engine.scheduler.waiting_queue import WaitingQueue
+from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.scheduler.waiting_queue import MAX_STALE, Waiting, WaitingQueue
 from moe_engine.types import Request
 
 
@@ -232,3 +235,58 @@ def test_config_refuses_what_cannot_work() -> None:
     ):
         with pytest.raises(ConfigError, match=flag):
             config(**changes)
+
+
+# -- counts without a walk over the queue
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["push", "push", "front", "remove", "admit", "clear"]), st.integers(0, 999))),
+       st.sampled_from(["fcfs", "lof", "lpm", "random"]))  # fmt: skip
+def test_counts_of_the_queue_are_those_of_its_entries(steps: list[tuple[str, int]], policy: str) -> None:
+    queue = WaitingQueue(config(policy=policy))
+    entries: list[Waiting] = []
+    ran: list[Request] = []  # requests that may step back
+    for now, (step, number) in enumerate(steps):
+        if step == "push":
+            request = make_request(str(now), [1, 2], 1 + number % 7)
+            request.seq, request.queued_at = now, float(now)
+            entries.append(queue.push(request))
+        elif step == "front" and ran:
+            request = ran.pop(number % len(ran))
+            request.retractions += 1
+            entries.append(queue.push(request, front=True))
+        elif step == "clear":
+            ran += queue.clear()
+            entries = []
+        elif entries and step in ("remove", "admit"):
+            entry = entries.pop(number % len(entries))
+            queue.admit([entry]) if step == "admit" else queue.remove(entry)
+            ran.append(entry.request)
+        queue.promote_aged()
+        assert queue.num_retracted == sum(entry.request.retractions > 0 for entry in entries)
+        assert queue.oldest_arrival() == min((entry.request.queued_at for entry in entries), default=None)
+
+
+def test_entries_that_left_are_not_kept() -> None:
+    """One request that never runs must not keep all that came after it."""
+    queue = WaitingQueue(config(policy="lof"))
+    queue.push(make_request("old", [1], 1))
+    for i in range(2000):
+        request = make_request(str(i), [1], 9)
+        request.seq, request.queued_at = i + 1, float(i + 1)
+        queue.remove(queue.push(request))
+    assert queue.oldest_arrival() == 0.0 and len(queue._oldest) <= 2 * len(queue) + MAX_STALE + 1
+
+
+def test_statistics_do_not_walk_over_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(config(max_rows=2))
+    for i in range(5):
+        scheduler.add(make_request(str(i), [1, 2]))
+
+    def walked(queue: WaitingQueue) -> list[Waiting]:
+        raise AssertionError("the entries were looked at")
+
+    monkeypatch.setattr(WaitingQueue, "entries", property(walked))
+    stats = scheduler.stats()
+    assert (stats.num_waiting, stats.num_retracted) == (5, 0) and stats.oldest_wait_seconds >= 0

@@ -358,13 +358,13 @@ def test_log_lines() -> None:
     )
 
 
-def test_stats_and_load() -> None:
+def test_stats() -> None:
     s = scheduler(max_rows=1)
     s.add(make_request("a", [5] * 20, 9))
     s.add(make_request("b", [6] * 30, 9))
     made = plan(s)
-    load, stats = s.load(), s.stats()
-    assert (load.num_running, load.num_waiting, load.num_used, load.num_waiting_tokens) == (1, 1, 20, 30)
+    stats = s.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
     assert (stats.num_used, stats.token_usage, stats.prompt_tokens_total) == (20, 0.02, 20)
     assert stats.oldest_wait_seconds >= 0
     answer(s, made)

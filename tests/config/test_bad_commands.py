@@ -1,0 +1,209 @@
+"""Every command with input that is wrong: exit code 2 and one line that says what is wrong, never a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_engine import logs
+from moe_engine.cli import COMMANDS, main
+from moe_engine.config.args import PARTS, EngineArgs
+from moe_engine.config.checkpoint import embedded_model
+from moe_engine.config.field import fields_of
+from moe_engine.config.launch_plan import prepare
+from moe_engine.engine.start import open_tokenizer
+from moe_engine.errors import ConfigError
+from moe_engine.server.app import make_template
+from moe_engine.server.launch import server_settings
+
+REMARKS = ("no --model-path", "note: ", "[20")
+"""How lines begin that are no error; the last is the log."""
+
+
+def run(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, list[str]]:
+    """(exit code, lines on stderr but remarks). An exception is a failure of the test."""
+    try:
+        code = main(argv)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    lines = capsys.readouterr().err.strip().splitlines()
+    return code, [line for line in lines if not line.startswith(REMARKS)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Things that are not what a flag wants."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "empty").write_bytes(b"")
+    (folder / "junk.pt").write_bytes(bytes(range(256)))
+    (folder / "text").write_text("hello")
+    (folder / "folder").mkdir()
+    (folder / "binary.jinja").write_bytes(b"\xff\xfe\x00\x80")
+    torch.save({"a": 1}, folder / "other.pt")
+    torch.save([1, 2], folder / "list.pt")
+    torch.save({"logical_count": "x"}, folder / "string.pt")
+    torch.save({"logical_count": torch.zeros(4)}, folder / "flat.pt")
+    torch.save({"logical_count": torch.zeros(0, 3, 4)}, folder / "nothing.pt")
+    torch.save({"logical_count": torch.full((5, 3, 8), float("nan"))}, folder / "nan.pt")
+    torch.save({"logical_count": torch.ones(5, 3, 8, dtype=torch.int64)}, folder / "good.pt")
+    yaml = {
+        "binary": b"\xff\xfe\x00\x80", "tabs": b"a:\t- b\n\t: c", "object": b"page-size: {a: 1}\n", "text": b"hello",
+        "infinite": b"port: .inf\n", "nan": b"page-size: .nan\n", "date": b"port: 2020-01-01\n", "list": b"tp: [1, 2]",
+        "number": b"1: 2\n", "switch": b"skip-server-warmup: 3\n", "nested": b"config: other.yaml\n",
+        "unhashable": b"? [a]\n: 1\n",
+    }  # fmt: skip
+    for name, content in yaml.items():
+        (folder / f"{name}.yaml").write_bytes(content)
+    for name, content in {"broken": b"{", "list": b"[]", "empty": b"{}", "deep": b"[" * 3000, "junk": b"\xff"}.items():
+        (folder / f"model-{name}").mkdir()
+        (folder / f"model-{name}" / "config.json").write_bytes(content)
+    (folder / "model-folder" / "config.json").mkdir(parents=True)
+    return folder
+
+
+CASES = [
+    *(f"experts {{files}}/{name}" for name in (
+        "empty", "junk.pt", "text", "folder", "other.pt", "list.pt", "string.pt", "flat.pt", "nothing.pt", "nan.pt",
+        "missing.pt",
+    )),
+    *(f"experts {{files}}/good.pt {more}" for more in (
+        "--ep-size 0", "--ep-size -1", "--ep-size x", "--nodes 0", "--nodes -1", "--nodes 3 --ep-size 4", "--groups 0",
+        "--groups 3 --ep-size 4", "--redundant -9", "--redundant 999999 --ep-size 2", "--out {files}/text/x",
+        "{files}/empty", "--unheard-of",
+    )),
+    "experts",
+    *(f"{command} --config {{files}}/{name}" for command in ("plan", "serve", "generate --prompt x") for name in (
+        "binary.yaml", "tabs.yaml", "object.yaml", "text.yaml", "infinite.yaml", "nan.yaml", "date.yaml", "list.yaml",
+        "number.yaml", "switch.yaml", "nested.yaml", "unhashable.yaml", "missing.yaml", "folder", "",
+    )),
+    *(f"{command} --model-path {{files}}/model-{name}"
+      for command in ("plan", "serve", "generate --prompt x", "compile --output {files}/out")
+      for name in ("broken", "list", "empty", "deep", "junk", "folder", "missing")),
+    *(f"plan {flag} {path}"
+      for flag in ("--model-path", "--chat-template", "--init-expert-location",
+                   "--speculative-algorithm STANDALONE --speculative-draft-model-path")
+      for path in ("{files}/text", "{files}/folder", "{files}/missing", "{long}", "~unheard-of-user/x", "{null}")
+      if (flag, path) not in {("--chat-template", "{files}/text")}),
+    "serve --chat-template {files}/binary.jinja --port 0",
+    "serve --port 99999", "serve --port x", "serve --host 999.1.1.1", "serve --host {long}", "serve --json",
+    "serve --host {null}", "serve stray", "serve --tp 3", "serve --nnodes 2", "serve --ep 2",
+    "serve --enable-dp-attention --dp-size 8", "serve --unheard-of", "serve --shm-size 32g", "serve --tp",
+    "generate", "generate --prompt x --temperature x", "generate --prompt x --max-new-tokens x",
+    "generate --prompt x --tp 3", "generate --prompt x --skip-tokenizer-init --unheard-of", "generate --unheard-of",
+    "doctor x", "doctor --unheard-of", "demo x", "demo --unheard-of",
+    "cluster-check x", "cluster-check --nnodes 0", "cluster-check --nnodes 2", "cluster-check --nnodes x",
+    "cluster-check --nnodes 2 --dist-init-addr x", "cluster-check --nnodes 2 --dist-init-addr localhost:99999",
+    "cluster-check --node-rank 5", "cluster-check --join-timeout -1", "cluster-check --engine-timeout nan",
+    "compile", "compile --gpu unheard-of --output {files}/out", "compile --output {files}/out --tp 3",
+    "bench unheard-of", "unheard-of", "--unheard-of", "plan --json-model-override-args {deep}",
+]  # fmt: skip
+
+
+def test_every_command_is_tried():
+    assert {case.split()[0] for case in CASES} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_and_exit_code_2(case, files, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    words = {"files": str(files), "long": "a" * 5000, "null": "a\0b", "deep": '{"a":' * 3000}
+    argv = ["" if word == "''" else word.format(**words) for word in case.split()]
+    if case.endswith("--config "):
+        argv.append("")
+    code, lines = run(capsys, argv)
+    assert code == 2 and len(lines) == 1 and "error: " in lines[0], (code, lines)
+
+
+@pytest.mark.parametrize("output", ["text", "text/x"])
+def test_compile_into_a_file(output, files, capsys):
+    pytest.importorskip("triton")
+    code, lines = run(capsys, ["compile", "--output", str(files / output), "--load-format", "dummy"])
+    assert code == 2 and "Traceback" not in "".join(lines) and f"--output {files / output}" in lines[-1]
+
+
+# -- values of flags
+
+WORDS = [
+    "0", "-1", "1", "2", "x", "", " ", "1e400", "nan", "inf", "-inf", "99999999999999999999", "1.5", "-0", "1k", "k",
+    "1e3", "0x10", "٣", "null", "true", "[]", "{}", "{", '{"a": 1}', "auto", "none", "/", "a:b", "%s", "{}{}",
+    "1 2", "1,2", "--", "127.0.0.1:70000",
+]  # fmt: skip
+FLAGS = [info for part in PARTS.values() for info in fields_of(part) if info.name not in ("device",)]
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from([info.name for info in FLAGS]), st.sampled_from(WORDS), min_size=1, max_size=3))
+def test_any_value_of_any_flag(capsys, values):
+    argv = ["plan"]
+    for name, word in values.items():
+        info = next(info for info in FLAGS if info.name == name)
+        argv.append(info.option if info.type is bool else f"{info.option}={word}")
+    code, lines = run(capsys, argv)
+    assert code in (0, 2) and len(lines) == (1 if code else 0), (argv, code, lines)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(EngineArgs().flat())),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+        | st.lists(st.integers(), max_size=2) | st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+        min_size=1, max_size=2,
+    )
+)  # fmt: skip
+def test_any_python_value_of_any_keyword(capsys, values):
+    try:
+        EngineArgs.from_kwargs(**values)
+    except ConfigError as error:
+        assert "\n" not in str(error).replace("\\n", "") or any("\n" in str(value) for value in values.values())
+
+
+# -- files of a checkpoint
+
+JUNK: dict[str, Callable[[], bytes]] = {
+    "random": lambda: os.urandom(60),
+    "list": lambda: b"[]",
+    "number": lambda: b"3",
+    "null": lambda: b"null",
+    "text": lambda: b'"x"',
+    "empty": lambda: b"",
+    "deep": lambda: b"[" * 3000,
+    "types": lambda: b'{"weight_map": 3, "model": 4, "chat_template": 5, "temperature": "x", "bos_token": []}',
+    "template": lambda: b'{"chat_template": [{"name": "default"}]}',
+    "numbers": lambda: b'{"chat_template": [3], "eos_token": {"content": 5}}',
+}
+
+
+@pytest.mark.parametrize("kind", JUNK)
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors.index.json", "model-00001-of-00003.safetensors",
+     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"],
+)  # fmt: skip
+def test_broken_files_of_a_checkpoint(tmp_path, name, kind):
+    """What `serve` does with a checkpoint before its engine is ready."""
+    folder = tmp_path / "model"
+    shutil.copytree(embedded_model(), folder)
+    (folder / name).write_bytes(JUNK[kind]())
+    values: dict[str, Any] = {"model_path": str(folder)}
+    try:
+        config = prepare(EngineArgs.from_kwargs(**values))
+        make_template(server_settings(config), open_tokenizer(config))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    yield
+    logs.setup_logging("warning")
