@@ -281,6 +281,8 @@ class Request:
     """Prompt tokens found in the prefix cache when first scheduled."""
     first_scheduled: float | None = None
     retractions: int = 0
+    failed_steps: int = 0
+    """Failed steps that it shared with others, where none of them has been found to be the cause."""
     to_abort: FinishReason | None = None
     finish_reason: FinishReason | None = None
     tree_node: Any = None

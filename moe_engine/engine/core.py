@@ -21,7 +21,7 @@ from moe_engine.engine.expert_calls import ExpertCalls
 from moe_engine.engine.ranks.lockstep import Lockstep
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.engine.status_board import StatusBoard
-from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_DRAIN, Scheduler
 from moe_engine.types import (
@@ -43,7 +43,6 @@ Regroup = Callable[[Callable[[], None]], "tuple[Survivors, Recovered]"]
 
 logger = logging.getLogger("moe_engine")
 
-MAX_CONSECUTIVE_FAILURES = 3
 IDLE_POLL_SECONDS = 0.2
 """How often an idle core shows on the board that it is alive."""
 CALL_POLL_SECONDS = 0.005
@@ -86,6 +85,7 @@ class EngineCore:
         check: Callable[[], None] = lambda: None,
         lockstep: Lockstep | None = None,
         first_half: Callable[[StepPlan], int] = lambda plan: 0,
+        problem_of: Callable[[StepPlan], str | None] = lambda plan: None,
         experts: ExpertCalls | None = None,
         group: int = 0,
         regroup: Regroup | None = None,
@@ -95,6 +95,7 @@ class EngineCore:
             check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost, `RanksChanged`
                 when the others go on without it.
             first_half: tokens of a plan's first half, where steps are cut in two.
+            problem_of: why a plan must not run; it then fails before any rank has begun it.
             lockstep: with the schedulers of the other attention groups, where there are any.
             experts: answers control calls about them.
             group: attention group that this core serves.
@@ -111,12 +112,12 @@ class EngineCore:
         self._check = check
         self._lockstep = lockstep
         self._first_half = first_half
+        self._problem_of = problem_of
         self._experts = experts
         self._group, self._regroup_ranks = group, regroup
         self._calls: list[tuple[int, Future[Any]]] = []  # begun, not answered yet
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
-        self._failures = 0
         self._ended = False
         self._last_turn = time.monotonic()
         self._busy = False
@@ -193,16 +194,18 @@ class EngineCore:
             self._collect()
             return
         assert plan is None or isinstance(plan, StepPlan)
+        problem = self._problem_of(plan) if plan is not None else None
+        if plan is not None and problem is not None:  # no rank has begun it
+            if self._collect():
+                self._step_failed(plan, MoeEngineError(problem), None)
+            return
         if self._lockstep is not None:
             plan = self._agree(self._lockstep, plan)
         launched = None
         if plan is not None:
             self._reporter.planned(self._scheduler)
             launched = (plan, self._worker.execute(plan))
-        self._collect()
-        self._in_flight = launched
-        if not self._overlap:
-            self._collect()
+        self._collect(behind=launched)
 
     def _agree(self, lockstep: Lockstep, plan: StepPlan | None) -> StepPlan | None:
         """The plan with everybody's facts; an empty one to join a step of others; None if nobody has anything."""
@@ -224,34 +227,46 @@ class EngineCore:
         )
         return lockstep.agree(plan, facts)
 
-    def _collect(self) -> None:
-        """Waits for the step in flight, if any, and sends what it brought."""
-        if self._in_flight is None:
-            return
-        plan, future = self._in_flight
-        self._in_flight = None
-        try:
-            result = future.result()
-        except (EngineDeadError, RanksChanged):
-            raise
-        except Exception as error:
-            self._step_failed(plan, error)
-            return
-        self._failures = 0
-        self._publish(self._scheduler.update(result))
-        self._reporter.finished(result, self._scheduler.speculator)
-        self._step_number = plan.number
-        self._write_board(counts=time.monotonic() - self._board_written > BOARD_INTERVAL_SECONDS)
+    def _collect(self, behind: tuple[StepPlan, Future[StepResult]] | None = None) -> bool:
+        """Waits for the step in flight, if any, and sends what it brought; then `behind` is in flight. Without overlap
+        it is waited for, too. False if a step failed."""
+        if self._in_flight is not None:
+            plan, future = self._in_flight
+            self._in_flight = None
+            try:
+                result = future.result()
+            except (EngineDeadError, RanksChanged):
+                raise
+            except Exception as error:
+                self._step_failed(plan, error, behind[1] if behind is not None else None)
+                return False
+            self._publish(self._scheduler.update(result))
+            self._reporter.finished(result, self._scheduler.speculator)
+            self._step_number = plan.number
+            self._write_board(counts=time.monotonic() - self._board_written > BOARD_INTERVAL_SECONDS)
+        self._in_flight = behind
+        return behind is None or self._overlap or self._collect()
 
-    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
-        """A step raised: its requests, and all that share the cache with it, end with the reason; then go on."""
-        self._failures += 1
-        self._reporter.failed()
+    def _step_failed(self, plan: StepPlan, error: Exception, behind: Future[StepResult] | None) -> None:
+        """A step raised: what it was to compute is tried again, each request alone (`Scheduler.step_failed`).
+
+        Args:
+            behind: a step that was built on it. What it brings is not used.
+        """
+        if behind is not None:
+            try:
+                behind.result()
+            except (EngineDeadError, RanksChanged):
+                raise
+            except Exception as echo:
+                logger.debug("Step %d, planned behind it, failed too: %s", plan.number + 1, echo)
+        self._reporter.restart()
         logger.error("Step %d failed: %s\n%s", plan.number, error, "".join(traceback.format_exception(error)))
         reason = f"step {plan.number} failed: {type(error).__name__}: {error}"
-        self._publish(self._scheduler.fail_all(reason))
-        if self._failures >= MAX_CONSECUTIVE_FAILURES:
-            raise RuntimeError(f"{self._failures} steps in a row failed; the last: {reason}") from error
+        self._publish(self._scheduler.step_failed(plan.number, reason))
+        if self._scheduler.is_broken:
+            message = "steps of different requests failed one after the other, and none worked between them"
+            raise RuntimeError(f"{message}; the last: {reason}") from error
 
     # -- messages
 

@@ -84,6 +84,7 @@ def make_core(
         group=group,
         regroup=regroup,
         first_half=partial(_first_half, config.args.parallel),
+        problem_of=lambda plan: config.limits.problem_of(plan.num_tokens, len(plan.rows)),
     )
 
 

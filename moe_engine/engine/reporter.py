@@ -56,10 +56,6 @@ class StepReporter:
             )
             logger.info("%s", line)
 
-    def failed(self) -> None:
-        """The oldest planned step brought no result."""
-        self._facts.popleft()
-
     def restart(self) -> None:
         """The steps planned so far will bring no result."""
         self._facts.clear()

@@ -13,6 +13,7 @@ not fit: nobody small slips past somebody large for ever.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moe_engine.scheduler.config import SchedulerConfig
@@ -114,6 +115,7 @@ class Admission:
         chunked: Waiting | None,
         num_mixed: int,
         may_admit: bool,
+        may_join: Callable[[Request], bool] | None = None,
     ) -> PrefillBatch:
         """Takes slots and rows for the next batch and takes admitted requests out of the queue.
 
@@ -122,6 +124,7 @@ class Admission:
             chunked: the request whose prefill is under way, if any; it goes first.
             num_mixed: decodes that ride along, whose slots are taken already.
             may_admit: False to go on with `chunked` only.
+            may_join: the requests that may be admitted; None: all.
         """
         batch = PrefillBatch()
         budget = PrefillBudget(self._config, self._memory, ratio, running, num_mixed)
@@ -129,6 +132,8 @@ class Admission:
             return batch
         if may_admit and not (batch.jobs and budget.exhausted):
             for entry in self._policy.order(self._queue, self._memory.tree):
+                if may_join is not None and not may_join(entry.request):
+                    continue
                 if self._is_computed_by(batch, entry):
                     continue
                 batch.blocked = self._admit(entry, batch, budget, num_running)

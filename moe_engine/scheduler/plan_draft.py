@@ -22,6 +22,19 @@ class StepRecord:
     """Requests that want no token at all: they end when this step is over."""
     depths: list[int] = field(default_factory=list)
     """Of the drafts of each decode (the first entries of `sampled`); empty in a plan without speculation."""
+    num_decodes: int = 0
+    prompt_spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By row of `prefilled`: the tokens [start, end) that are computed."""
+    finished_rows: list[int] = field(default_factory=list)
+    row_writes: list[RowWrite] = field(default_factory=list)
+    """As in the plan, for a worker that may not have taken them in."""
+    alone: Request | None = None
+    """The suspect of an earlier failure that this step is made for."""
+
+    @property
+    def decoded(self) -> list[Request]:
+        """Requests that compute their last token, and their drafts."""
+        return self.sampled[: self.num_decodes]
 
 
 class PlanDraft:
@@ -38,6 +51,7 @@ class PlanDraft:
         self.num_decodes = 0
         self.sampled: list[Request] = []
         self.prefilled: dict[int, Request] = {}
+        self.prompt_spans: dict[int, tuple[int, int]] = {}
         self.ended: list[Request] = []
         self.depths: list[int] = []
         self.reserved: list[RowWrite] = []
@@ -102,6 +116,7 @@ class PlanDraft:
         self.slots += job.slots
         self.input_ids += job.entry.tokens[job.start : job.start + count]
         self.prefilled[request.row] = request
+        self.prompt_spans[request.row] = (job.start, job.start + count)
         request.num_computed += count
         if samples:
             self.sampled.append(request)
@@ -134,7 +149,9 @@ class PlanDraft:
         rows = self.rows
         if self.prefilled:
             rows = [row for row, samples in zip(self.rows, self.samples) if samples]
-        return plan, StepRecord(number, self.sampled, rows, self.prefilled, self.ended, self.depths)
+        record = StepRecord(number, self.sampled, rows, self.prefilled, self.ended, self.depths, self.num_decodes)
+        record.prompt_spans, record.finished_rows, record.row_writes = self.prompt_spans, finished_rows, row_writes
+        return plan, record
 
 
 def _new_row(request: Request, job: PrefillJob) -> NewRow:

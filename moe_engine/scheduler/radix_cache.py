@@ -166,6 +166,29 @@ class RadixCache:
         """The root of a namespace; lock it to keep it."""
         return self._root(extra_key)
 
+    def forget(self, tokens: list[int], start: int, extra_key: Hashable = None) -> None:
+        """Frees what is kept of tokens[start:], and all that hangs on it. No request may hold a lock there."""
+        start -= start % self.page_size
+        found = self.peek(tokens, len(tokens), extra_key)
+        node = found.partial if found.partial is not None else found.node
+        while node is not None and node.parent is not None and node.parent.end > start:
+            node = node.parent
+        if node is None or node.parent is None or node.end <= start:
+            return
+        if node.parent.end < start:
+            self._split(node, start - node.parent.end)
+        parent = node.parent
+        del parent.children[self.child_key(node.tokens, 0)]
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            node.alive = False
+            stack.extend(node.children.values())
+            self.num_evictable -= len(node.tokens)
+            self._free(node.slots, node.free_after)
+        self.version += 1
+        self._offer(parent)
+
     # -- locks
 
     def lock(self, node: Node) -> None:

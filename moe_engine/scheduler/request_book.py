@@ -138,6 +138,18 @@ class RequestBook:
             self.queue.push(request, front=True)
         self.drop_left()
 
+    def end_cause(self, request: Request, reason: FinishReason, now: float) -> list[RequestEvent]:
+        """Ends the request that a step failed for, unless it was to be aborted. It may run or wait."""
+        if request.status is Status.FINISHED:
+            return []
+        if request.row < 0:
+            return self.end_all([request], reason, now)
+        request.num_computed = min(request.num_computed, request.num_in_tree)  # nothing more of it is shared
+        prompt_logprobs = self.prompt_logprobs.get(request.rid)
+        self.end_running(request, reason)
+        self.drop_left()
+        return [finish_event(request, reason, now, [], None, prompt_logprobs)]
+
     def start_over(self) -> None:
         """All that run wait again, in the order they came, with nothing of theirs computed: the cache is lost."""
         running = sorted((r for r in self.live.values() if r.row >= 0), key=lambda r: r.seq)
@@ -168,20 +180,3 @@ class RequestBook:
             self.row_writes = [w for w in self.row_writes if w.row != row]
         if self.chunked is not None and self.chunked.request is request:
             self.chunked = None
-
-    def clear(self, reason: FinishReason, now: float) -> list[RequestEvent]:
-        """Ends everything, and forgets cache and ownership: the worker is gone or starts anew."""
-        events = []
-        rows = [r.row for r in self.live.values() if r.row >= 0]
-        for request in list(self.live.values()):
-            request.row = -1
-            request.slots = []
-            request.tree_node = None
-            request.num_in_tree = 0
-            events.append(self._end_waiting(request, reason, now))
-        self.queue.clear()
-        self.decodes, self.chunked, self.aborting, self.row_writes = [], None, [], []
-        self.prompt_logprobs.clear()
-        self.finished_rows += rows
-        self.memory.reset()
-        return events

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import enum
 import logging
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final, Literal
 
 from moe_engine.errors import MoeEngineError
@@ -22,6 +24,7 @@ from moe_engine.scheduler import log_lines
 from moe_engine.scheduler.admission import Admission, Blocked, PrefillBatch
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import PlanFacts, RequestEvent, SchedulerStats
+from moe_engine.scheduler.failed_step import give_up, resend
 from moe_engine.scheduler.integrity import check_integrity
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
 from moe_engine.scheduler.request_book import RequestBook
@@ -29,6 +32,7 @@ from moe_engine.scheduler.results import read_result
 from moe_engine.scheduler.retraction import choose_preempted, choose_victims
 from moe_engine.scheduler.speculation import Speculator
 from moe_engine.scheduler.stats import Totals, snapshot
+from moe_engine.scheduler.suspects import MAX_FAILURES_ALONE, Suspects
 from moe_engine.scheduler.token_ratio import NewTokenRatio
 from moe_engine.types import FinishReason, Request, Status, StepPlan, StepResult
 
@@ -73,6 +77,9 @@ class Scheduler:
         self._left_at_pause = 0
         self._preempting = False
         """The next plan is for prefill alone, so that it can preempt (mixed chunks take decodes in first)."""
+        self._suspects = Suspects()
+        self._alone_turn = True
+        """While there are suspects, their steps and those of the others take turns."""
 
     # -- requests come and go
 
@@ -105,14 +112,36 @@ class Scheduler:
             self._rest_if_idle()
         return events
 
-    def fail_all(self, reason: str) -> list[RequestEvent]:
-        """Ends everything with an abort of status 500 and forgets steps in flight and the cache: the worker failed."""
+    def step_failed(self, number: int, reason: str) -> list[RequestEvent]:
+        """A step raised, and steps planned behind it will bring nothing: their requests go back and are computed again
+        from the tokens that clients have, nothing of these steps stays in the cache. The requests of the failed one are
+        suspects, each with steps of its own; one that fails in such a step ends with status 500.
+
+        Returns the ends of requests.
+        """
+        now, records = self._clock(), list(self._flying)
+        assert records and records[0].number == number
         self._flying.clear()
         self._to_absorb.clear()
-        events = self.book.clear(FinishReason("abort", message=reason, status_code=500), self._clock())
-        self.memory.retire(self.memory.step)
+        cause = records[0].alone
+        accused, events, num_back = give_up(self.book, records, now)
+        self.totals.retractions += num_back
+        if cause is None:
+            self._suspects.accuse(accused)
+        else:
+            self._suspects.failed(cause)
+            events += self.book.end_cause(cause, FinishReason("abort", message=reason, status_code=500), now)
+        resend(self.book, records)
+        self._alone_turn = True
+        self._retry_at = self._paused_until = 0
+        self._preempting = False
         self._rest_if_idle()
         return events
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether so many steps failed, of different requests alone, that the requests are not the reason."""
+        return self._suspects.failed_alone >= MAX_FAILURES_ALONE
 
     def start_over(self) -> list[RequestEvent]:
         """Forgets steps in flight and the cache; what ran is computed again from the tokens that were told.
@@ -149,7 +178,16 @@ class Scheduler:
         Args:
             hold_prefill: no prompts in this step, because others want to decode.
         """
+        if self._flying and self._flying[-1].alone is not None:
+            return self._drain()  # nothing is built on it, or shared, before it has worked
         self._absorb_prefills()
+        if not self._suspects:
+            return self._schedule(hold_prefill)
+        turns = (self._schedule_alone, self._schedule) if self._alone_turn else (self._schedule, self._schedule_alone)
+        return turns[0](hold_prefill) or turns[1](hold_prefill)
+
+    def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[Drain.NEEDS_DRAIN] | None:
+        """A step of everybody but suspects."""
         book, draft = self.book, PlanDraft()
         num_before = book.num_running
         mixed = self.config.enable_mixed_chunk and not self._preempting
@@ -165,12 +203,36 @@ class Scheduler:
             self._prefill_into(draft, batch)
         if not draft.rows:
             return None
+        self._alone_turn = True
+        self._note_kind(draft)
+        return self._launch(draft, batch, num_before)
+
+    def _schedule_alone(self, hold_prefill: bool) -> StepPlan | Literal[Drain.NEEDS_DRAIN] | None:
+        """A step of one suspect, with nothing else in flight; None if none of them can go on now."""
+        book, suspects = self.book, self._suspects
+        for suspect in suspects.ready(book, hold_prefill):
+            if self._flying:
+                return self._drain()
+            draft, batch, num_before = PlanDraft(), PrefillBatch(), book.num_running
+            if suspect in book.decodes:
+                self._decode_into(draft, suspect)
+            else:
+                batch = self._admit(0, True, partial(operator.is_, suspect))
+                suspects.no_room = not batch.jobs
+                if batch.jobs:
+                    self._prefill_into(draft, batch)
+            if draft.rows:
+                self._alone_turn = False
+                self._note_kind(draft)
+                return self._launch(draft, batch, num_before, suspect)
+        return None
+
+    def _note_kind(self, draft: PlanDraft) -> None:
         if draft.num_decodes:
             self._decode_steps += 1
             self._prefills_in_a_row = 0
         else:
             self._prefills_in_a_row += 1
-        return self._launch(draft, batch, num_before)
 
     def empty_plan(self) -> StepPlan:
         """A plan without requests, for a rank that must join a step of others. Its (empty) result goes to `update`."""
@@ -181,7 +243,14 @@ class Scheduler:
         return Drain.NEEDS_DRAIN
 
     def _is_decode_turn(self) -> bool:
-        return bool(self.book.decodes) and self._prefills_in_a_row >= self.config.max_consecutive_prefills
+        return bool(self._due()) and self._prefills_in_a_row >= self.config.max_consecutive_prefills
+
+    def _due(self, alone: Request | None = None) -> list[Request]:
+        """Requests that decode in a step of this suspect, or of everybody else."""
+        decodes = self.book.decodes
+        if alone is not None:
+            return [alone] if alone in decodes else []
+        return [r for r in decodes if r not in self._suspects] if self._suspects else decodes
 
     def _absorb_prefills(self) -> None:
         """What the last plan prefills is shared from now on: later steps run after it."""
@@ -192,31 +261,31 @@ class Scheduler:
                     self.book.row_writes.append(write)
         self._to_absorb.clear()
 
-    def _decode_into(self, draft: PlanDraft) -> bool:
-        """All running requests decode. False if that has to wait for the step in flight."""
+    def _decode_into(self, draft: PlanDraft, alone: Request | None = None) -> bool:
+        """All running requests decode, or a suspect alone. False if that has to wait for the step in flight."""
         book = self.book
-        some_end = self._add_decodes(draft)
+        some_end = self._add_decodes(draft, self._due(alone))
         if some_end is not None:
             self.ratio.decay()
         elif self._flying:
             return False
         else:
             self._retract()
-            some_end = self._add_decodes(draft)
+            some_end = self._add_decodes(draft, self._due(alone))
         if some_end:
             book.decodes = [r for r in book.decodes if len(r.output_ids) + r.num_in_flight < r.max_new_tokens]
         return True
 
-    def _add_decodes(self, draft: PlanDraft) -> bool | None:
+    def _add_decodes(self, draft: PlanDraft, requests: list[Request]) -> bool | None:
         """None if there is no room for them; else whether some of them need no further step."""
-        book, memory = self.book, self.memory
-        if not book.decodes:
+        memory = self.memory
+        if not requests:
             return False
         if self.speculator is not None:
-            return self.speculator.decode_into(draft, book, memory)
-        if not memory.make_room(memory.decode_need(book.decodes)):
+            return self.speculator.decode_into(draft, requests, self.book, memory)
+        if not memory.make_room(memory.decode_need(requests)):
             return None
-        return draft.add_decodes(book.decodes, memory)
+        return draft.add_decodes(requests, memory)
 
     def _retract(self) -> None:
         """Makes room for the decodes by sending some back. Nothing is in flight."""
@@ -246,9 +315,14 @@ class Scheduler:
         if may_admit and book.num_running:
             paused = self._decode_steps < self._paused_until and book.num_left == self._left_at_pause
             may_admit = self._decode_steps >= self._retry_at and not paused
+        may_join = self._suspects.is_free if self._suspects else None
+        if may_join is not None:
+            if book.chunked is not None and not may_join(book.chunked.request):
+                return PrefillBatch()  # there is one chunked prompt at a time
+            may_admit &= not self._suspects.keep_out(book)
         if book.chunked is None and not may_admit:
             return PrefillBatch()
-        batch = self._admit(num_mixed, may_admit)
+        batch = self._admit(num_mixed, may_admit, may_join)
         if not num_mixed:
             self._preempting = False
         if batch.blocked is not Blocked.ROWS and batch.blocked is not Blocked.TOKENS:
@@ -269,11 +343,14 @@ class Scheduler:
             return batch if num_mixed else None
         book.step_back(victims)
         self.totals.preemptions += len(victims)
-        return self._admit(num_mixed, may_admit)
+        return self._admit(num_mixed, may_admit, may_join)
 
-    def _admit(self, num_mixed: int, may_admit: bool) -> PrefillBatch:
+    def _admit(
+        self, num_mixed: int, may_admit: bool, may_join: Callable[[Request], bool] | None = None
+    ) -> PrefillBatch:
         book, ratio = self.book, self.ratio.value
-        return self._admission.build(ratio, book.decodes, book.num_running, book.chunked, num_mixed, may_admit)
+        running = book.num_running
+        return self._admission.build(ratio, book.decodes, running, book.chunked, num_mixed, may_admit, may_join)
 
     def _prefill_into(self, draft: PlanDraft, batch: PrefillBatch) -> None:
         now = self._clock()
@@ -296,12 +373,13 @@ class Scheduler:
             self._to_absorb.append(request)
         self.totals.hit_rate = batch.cached_tokens / (batch.cached_tokens + batch.num_tokens)
 
-    def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int) -> StepPlan:
+    def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int, alone: Request | None = None) -> StepPlan:
         book, memory = self.book, self.memory
         memory.step += 1
         follow = self.speculator is not None and self._follows(draft, batch)
         plan, record = draft.finish(memory.step, book.row_writes, book.finished_rows, follow)
         book.row_writes, book.finished_rows = [], []
+        record.alone = alone
         self._flying.append(record)
         used = memory.num_used
         self.last_facts = PlanFacts(
@@ -329,16 +407,12 @@ class Scheduler:
     # -- results
 
     def update(self, result: StepResult) -> list[RequestEvent]:
-        """Takes in the result of the oldest step in flight. Results of steps forgotten by `fail_all` are ignored.
+        """Takes in the result of the oldest step in flight.
 
         Raises:
             MoeEngineError: the result does not belong to that step.
         """
-        if not self._flying and result.number <= self.memory.step:
-            return []
         if not self._flying or self._flying[0].number != result.number:
-            if self._flying and result.number < self._flying[0].number:
-                return []
             waits = self._flying[0].number if self._flying else "none"
             raise MoeEngineError(f"the result of step {result.number} came, but the oldest in flight is {waits}")
         record = self._flying.popleft()
@@ -352,6 +426,10 @@ class Scheduler:
         self.totals.generated_tokens += sum(len(event.token_ids) for event in events)
         if self.book.aborting:
             events += self.book.end_aborting(now)
+        if result.rows or record.prefilled:
+            self._suspects.worked()
+        if record.alone is not None:
+            self._suspects.passed(record.alone)
         if self.book.num_left != left:
             self._retry_at = 0
             self._rest_if_idle()

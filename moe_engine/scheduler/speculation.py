@@ -44,10 +44,11 @@ class Speculator:
                 request.followed = False
         return follow
 
-    def decode_into(self, draft: PlanDraft, book: RequestBook, memory: RequestMemory) -> bool | None:
-        """Adds all of `book.decodes`, with the drafts for which there is room. None if there is no room even without;
-        else as `PlanDraft.add_decodes`."""
-        requests = book.decodes
+    def decode_into(
+        self, draft: PlanDraft, requests: list[Request], book: RequestBook, memory: RequestMemory
+    ) -> bool | None:
+        """Adds decodes, with the drafts for which there is room. None if there is no room even without; else as
+        `PlanDraft.add_decodes`."""
         draftable = [r.followed or not self._needs_follow for r in requests]
         depth = self._policy.choose(len(requests), sum(draftable))
         if not any(draftable):

@@ -268,23 +268,6 @@ def test_flush_only_when_idle() -> None:
     assert s.memory.tree.num_evictable == 0 and s.memory.slots.num_free == 1000
 
 
-def test_fail_all_ends_everything_and_starts_afresh() -> None:
-    s = scheduler(max_rows=1)
-    s.add(make_request("a", [5] * 20, 9))
-    s.add(make_request("b", [5] * 20, 9))
-    made = plan(s)
-    events = s.fail_all("worker lost")
-    assert sorted(e.rid for e in events) == ["a", "b"]
-    assert all(e.finish_reason and e.finish_reason.status_code == 500 for e in events)
-    assert s.is_idle() and s.check_integrity() == []
-    assert answer(s, made) == [], "results of forgotten steps are ignored"
-    s.add(make_request("c", [5] * 20, 1))
-    again = plan(s)
-    assert again.number == 2 and again.finished_rows == [0]
-    answer(s, again)
-    assert s.is_idle()
-
-
 def test_empty_plan_keeps_numbers_in_step() -> None:
     s = scheduler()
     empty = s.empty_plan()

@@ -42,7 +42,7 @@ def why_not(device_kind: str) -> str | None:
 
 
 def is_first_generation() -> bool:
-    """Whether the installed library has no class but `Buffer`; does not import it. Later ones have a folder for them."""
+    """Whether the installed library has no class but `Buffer`; does not import it. Later ones have a folder for all."""
     spec = importlib.util.find_spec("deep_ep")
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
     return bool(folders) and not any((Path(folder) / "buffers").is_dir() for folder in folders)
