@@ -104,8 +104,8 @@ def _held(values: Sequence[float], found: Sequence[Result], what: str) -> str:
     """The figure, and its target where it is missed."""
     write: Callable[[float], str] = "{:.0%}".format if what == "fraction" else "{:.1f}x".format
     target: float | None = next((one["target"][what] for one in found if "target" in one), None)
-    missed = target is not None and median(values) < target
-    return interval(values, write) + (f", **target {write(target)} missed**" if missed else "")
+    short = target is not None and median(values) < target
+    return interval(values, write) + (f", **target {write(target or 0)} missed**" if short else "")
 
 
 def speculation(results: Sequence[Result]) -> str:
