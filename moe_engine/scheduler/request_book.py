@@ -145,7 +145,7 @@ class RequestBook:
         if request.row < 0:
             return self.end_all([request], reason, now)
         request.num_computed = min(request.num_computed, request.num_in_tree)  # nothing more of it is shared
-        prompt_logprobs = self.prompt_logprobs.get(request.rid)
+        prompt_logprobs = self.take_prompt_logprobs(request.rid)
         self.end_running(request, reason)
         self.drop_left()
         return [finish_event(request, reason, now, [], None, prompt_logprobs)]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from moe_engine import logs
 from moe_engine.config import explain
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_flags import launch_flags
 from moe_engine.config.cluster_env import ClusterPlace
+from moe_engine.config.launch_flags import launch_flags
 from moe_engine.config.launch_plan import place_in_cluster, prepare
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.config.resolve_parallel import NodeRankError
