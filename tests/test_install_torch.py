@@ -19,7 +19,6 @@ VERSION = next(
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line.startswith("torch==")
 )
-CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
 
 
 def installed(
@@ -55,7 +54,7 @@ def installed(
 
 def test_without_a_driver_it_is_the_cpu_build(tmp_path: Path) -> None:
     (asked,), said = installed(tmp_path)
-    assert CPU_INDEX in asked and asked.endswith(f" torch=={VERSION}+cpu")
+    assert asked.endswith(f" torch=={VERSION}+cpu") and "uv" not in asked
     assert "no NVIDIA driver" in said and "200 MB" in said
 
 
@@ -70,14 +69,21 @@ def test_the_package_index_of_other_systems_has_cpu_builds(tmp_path: Path) -> No
     assert asked.endswith("-c constraints.txt torch")
 
 
+def test_uv_knows_where_cpu_builds_are(tmp_path: Path) -> None:
+    (first, second, third), said = installed(tmp_path, refused="+cpu")
+    assert "+cpu" in first and second.endswith(" uv")
+    assert "-m uv pip install" in third and "--torch-backend=cpu" in third and third.endswith(f"torch=={VERSION}")
+    assert "3 GB" not in said
+
+
 def test_where_no_cpu_build_is_found_the_size_is_said_first(tmp_path: Path) -> None:
-    (first, second), said = installed(tmp_path, refused="+cpu")
-    assert "+cpu" in first and second.endswith("-c constraints.txt torch")
-    assert "3 GB" in said and "PIP_FIND_LINKS" in said and "TORCH_CPU_INDEX" in said
+    asked, said = installed(tmp_path, refused="qq")
+    assert "+cpu" in asked[0] and asked[1].endswith(" uv") and asked[2].endswith("-c constraints.txt torch")
+    assert "3 GB" in said and "PIP_FIND_LINKS" in said and "PIP_EXTRA_INDEX_URL" in said
 
 
 def test_arguments_of_the_user_come_first(tmp_path: Path) -> None:
-    wanted = ["torch==2.12.0", "--index-url", "https://download.pytorch.org/whl/cu126"]
+    wanted = ["torch==2.12.0", "--index-url", "https://example.org/whl/cu126"]
     (asked,), _ = installed(tmp_path, *wanted, before=VERSION)
     assert asked.endswith(" ".join(wanted))
 

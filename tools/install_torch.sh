@@ -2,21 +2,25 @@
 # Installs torch: sh tools/install_torch.sh PYTHON CONSTRAINTS [arguments of pip install]
 #
 # With arguments those are installed, for instance "torch" (what the package index has, on Linux the build for CUDA) or
-# "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126". Without:
+# "torch==2.12.0 --index-url ADDRESS". Without:
 #   an NVIDIA driver, or a system other than Linux: torch from the package index
-#   Linux without an NVIDIA driver: the CPU build, from pip's find-links or from PyTorch's own index; where neither has
-#     it, torch from the package index, after a line that says how much that is
+#   Linux without an NVIDIA driver: the CPU build, from pip's own sources, else by uv, which knows PyTorch's index of CPU
+#     builds; where neither has it, torch from the package index, after a line that says how much that is
 set -eu
 python=$1 constraints=$2
 shift 2
 : "${DRIVER_FILES:=/proc/driver/nvidia/version /dev/nvidia0 /dev/dxg}"
-: "${TORCH_CPU_INDEX:=https://download.pytorch.org/whl/cpu}"
 version=$(sed -n 's/^torch==//p' "$constraints")
 
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 driver() {
   for file in $DRIVER_FILES; do [ ! -e "$file" ] || return 0; done
   nvidia-smi -L >/dev/null 2>&1
+}
+
+with_uv() {
+  pip install -qq uv 2>/dev/null || return 1
+  "$python" -m uv pip install -q --python "$python" --no-deps --torch-backend=cpu "torch==$version"
 }
 
 if [ $# != 0 ]; then
@@ -33,10 +37,10 @@ elif driver; then
 else
   echo "torch $version: no NVIDIA driver is here, so the CPU build (a download of some 200 MB)"
   # its dependencies are left to the install of moe-engine, from the usual index
-  pip install -qq --no-deps --retries 1 --timeout 30 --index-url "$TORCH_CPU_INDEX" "torch==$version+cpu" || {
-    echo "torch $version: no CPU build was found at $TORCH_CPU_INDEX or in pip's find-links. Next is the build of the"
-    echo "usual index; PyPI's is for CUDA, a download of some 3 GB. To avoid it, stop here and run make again with"
-    echo "TORCH_CPU_INDEX=ADDRESS of a mirror of that index, or with PIP_FIND_LINKS=FOLDER that holds a CPU wheel."
+  pip install -qq --no-deps --retries 1 --timeout 30 "torch==$version+cpu" 2>/dev/null || with_uv || {
+    echo "torch $version: neither pip's own sources nor uv have a CPU build. Next is the build of the usual index, on Linux"
+    echo "the one for CUDA, a download of some 3 GB. To avoid it, stop here and run make again with PIP_FIND_LINKS=FOLDER"
+    echo "that holds a CPU wheel, or with PIP_EXTRA_INDEX_URL=ADDRESS of PyTorch's index of CPU builds."
     pip install -q -c "$constraints" torch
   }
 fi
