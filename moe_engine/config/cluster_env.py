@@ -46,7 +46,7 @@ class ClusterPlace:
 
     @property
     def node_variable(self) -> str:
-        """The variable that says `node_rank`."""
+        """The variable that `node_rank` comes from."""
         return "SLURM_NODEID" if self.origin.startswith("SLURM") else "GROUP_RANK"
 
 

@@ -99,7 +99,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
 
 
 def secret_of_nodes(args: EngineArgs) -> DistSecret | None:
-    """What flags and environment say. Raises as `find_secret`."""
+    """From the flag or the environment. Raises as `find_secret`."""
     return find_secret(os.environ, args.parallel.dist_secret_file)
 
 

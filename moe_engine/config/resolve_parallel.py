@@ -22,7 +22,7 @@ START_SECONDS = 1200.0
 
 
 class NodeRankError(ConfigError):
-    """This node's number is not the one that its launcher says, which node 0 cannot see."""
+    """--node-rank contradicts the launcher of this node, which node 0 cannot see."""
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ class Engine:
             raise EngineDeadError(f"this Engine {gone}")
         if not self._thread.is_alive():
             work.close()
-            raise EngineDeadError("the event loop of this Engine has failed; the log says how")
+            raise EngineDeadError("the event loop of this Engine has failed; the log has the cause")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._running.add(future)
         future.add_done_callback(self._running.discard)

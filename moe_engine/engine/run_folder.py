@@ -86,7 +86,7 @@ def _place() -> str:
 
 
 def remove_abandoned() -> None:
-    """Removes the folders of earlier engines that are ours and whose front end is gone."""
+    """Removes the folders of earlier engines that are ours and whose front end has ended."""
     for path in (path for place in _places() for path in Path(place).glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):  # somebody else removes it, too
             if not (path / LOCK_FILE).is_file() or path.stat().st_uid != os.getuid():

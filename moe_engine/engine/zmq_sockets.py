@@ -44,7 +44,7 @@ class JobKeys:
         self.connect_public = zmq.curve_public(self.connect_secret)
 
     def __repr__(self) -> str:
-        return "JobKeys(...)"  # whatever prints the options that hold it
+        return "JobKeys(...)"  # options that hold it are printed in logs and errors
 
 
 def job_keys(secret: DistSecret | None) -> JobKeys | None:

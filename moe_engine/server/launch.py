@@ -58,7 +58,7 @@ def serve(args: EngineArgs) -> int:
     try:
         config = prepare(args, place=place)
     except NodeRankError as error:
-        _tell_node_0(args, place, error)
+        _report_to_node_0(args, place, error)
         raise
     if config.parallel.local_rank or config.parallel.node_rank:
         return _serve_node(config)
@@ -81,7 +81,7 @@ def serve(args: EngineArgs) -> int:
         sock.close()
 
 
-def _tell_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeRankError) -> None:
+def _report_to_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeRankError) -> None:
     """So that it does not wait for this node."""
     from moe_engine.config.launch_plan import secret_of_nodes
     from moe_engine.engine.ranks.node import report_refusal

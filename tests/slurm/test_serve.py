@@ -35,6 +35,11 @@ def test_serve_answers_through_node_0_and_drains_on_scancel(cluster):
     job = cluster.submit("serve.sbatch", *QUICK, nodes=2)
     job.until_logged(READY)
     assert "Paris" in ask(cluster, job)
+    assert "Sockets between nodes have no secret" not in job.log
+    shown = cluster.run("scontrol", "show", "job", "--details", str(job.number)) + cluster.run(
+        "scontrol", "show", "step"
+    )
+    assert "DIST_SECRET" not in shown + cluster.run("ps", "-eo", "args", host="node1")
     sampling = {"max_new_tokens": 300, "ignore_eos": True}
     client = cluster.start(*question(job, "/generate", {"text": "Once upon a time", "sampling_params": sampling}))
     job.until_logged("Prefill batch", times=2)
@@ -52,6 +57,19 @@ def test_wrong_flags_end_with_code_2_and_no_restart(cluster):
     facts = job.ended()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0"), job.log
     assert "--page-size" in job.log
+
+
+def test_a_node_rank_that_the_batch_shell_expanded_ends_the_start_on_all_nodes(cluster):
+    """As guides write it: SLURM_NODEID is 0 in the shell of the batch script, whatever it is in the tasks."""
+    script = cluster.folder / "guide.sbatch"
+    flags = '--nnodes 2 --tp 2 --node-rank "$SLURM_NODEID" --dist-init-addr "$(hostname):20001"'
+    script.write_text(f'#!/bin/bash\nsrun --ntasks-per-node=1 "$MOE_ENGINE" serve {" ".join(QUICK)} {flags}\n')
+    command = ["sbatch", "--parsable", "--nodes=2", "--gres=gpu:1", "--output=guide-%j.log", str(script)]
+    job = Job(cluster, int(cluster.run(*command)))
+    facts = job.ended()
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "2:0"), job.log
+    assert len(re.findall(r"error: .*--node-rank 0, but SLURM_NODEID=1 ", job.log)) == 2, job.log
+    assert "Traceback" not in job.log
 
 
 def test_a_dead_rank_sends_the_job_back_to_the_queue_so_many_times(cluster):

@@ -78,7 +78,7 @@ class RankControl:
         watch.on_verdict(self._fail_calls)
         watch.on_survivors(self._regroup)
         self._welcome: messages.Welcome | None = None
-        self._uninvited: set[int] = set()  # ranks that have said hello
+        self._uninvited: set[int] = set()  # ranks that wait for their welcome
         self._closing = threading.Event()
         self._thread = start_watched("rank control", self._run, watch.give_up)
 
@@ -158,8 +158,8 @@ class RankControl:
                     self._acknowledge(identity)
 
     def _refusal(self, identity: bytes, message: messages.ToLeader) -> str | None:
-        """Why a message does not count; None for those of members. A rank or node that says hello becomes one, or is
-        sent away with the reason."""
+        """Why a message does not count; None for those of members. A Hello or NodeHere makes its sender a
+        member, or is answered by `Leave` with the reason."""
         if isinstance(message, messages.Hello):
             refusal = self._peers.join_rank(identity, message.rank)
         elif isinstance(message, messages.NodeHere):

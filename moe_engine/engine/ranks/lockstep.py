@@ -53,7 +53,7 @@ class StepMesh:
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._reader = FrameReader(f"steps of group {group}", msgspec.msgpack.Decoder(Told).decode)
-        self._complete = 0  # the last step of this generation that all have told
+        self._complete = 0  # the last step of this generation that is agreed on
         self._told: dict[tuple[int, int], dict[int, StepFacts]] = {}  # by generation and step, by group
 
     def connect(self, addresses: list[str]) -> None:

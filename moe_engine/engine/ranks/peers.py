@@ -1,7 +1,7 @@
-"""Which processes may speak for which ranks and nodes: the leader's record of those that have joined.
+"""Which process is which rank or node: the leader's record of the processes that have joined.
 
 A process is known by the identity of its socket, which names its host and process id. The first process to join as a
-rank or a node is that rank or node for the life of the group; what others say in its name is refused.
+rank or a node is that rank or node for the life of the group; messages of other processes in its name are refused.
 """
 
 from __future__ import annotations
