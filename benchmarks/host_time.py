@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.stats import median, percentile
+from benchmarks.stub_model import stub_runner
 from moe_engine.engine import messages
 from moe_engine.engine.core import EngineCore
 from moe_engine.engine.reporter import StepReporter
@@ -32,7 +33,6 @@ from moe_engine.kernels.registry import select
 from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
-from moe_engine.worker.stub import stub_runner
 from moe_engine.worker.worker import Worker
 
 TARGET_MS = 1.0

@@ -106,8 +106,7 @@ def _in_pieces(
     pieces = []
     for begin in range(0, len(logits), at_once):
         part = slice(begin, begin + at_once)
-        columns = (column[part] for column in (p.draws, p.temperature, p.top_p, p.min_p, p.top_k))
-        pieces.append(work(logits[part], SamplingParameters(*columns, p.asynchronous), asked[part]))
+        pieces.append(work(logits[part], p.part(part), asked[part]))
     return torch.cat(pieces)
 
 

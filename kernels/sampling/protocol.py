@@ -63,6 +63,11 @@ class SamplingParameters:
     top_k: Tensor  # [S] int64, from 1; V or more does not limit
     asynchronous: bool = False
 
+    def part(self, rows: slice) -> SamplingParameters:
+        """Of some of the rows."""
+        columns = self.temperature[rows], self.top_p[rows], self.min_p[rows], self.top_k[rows]
+        return SamplingParameters(self.draws[rows], *columns, self.asynchronous)
+
 
 class SamplingKernel(Protocol):
     """Draws tokens. logits are [S, V] float32 and are not changed."""

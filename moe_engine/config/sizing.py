@@ -219,6 +219,10 @@ def _expert_rows(given: SizingInput) -> list[LedgerRow]:
         detail = f"{settings.buffer_size} passes x {model.num_layers} layers x {model.moe.num_experts} experts"
         counts = settings.buffer_size * model.num_layers * model.moe.num_experts
         rows.append(LedgerRow("recorded experts", 4 * counts, detail))
+    if settings.recorder_mode is not None:  # each token's experts, their places in the counts, and what is added there
+        tokens = given.limits.num_tokens * given.parallel.topology.attn_dp_size
+        detail = f"{tokens} tokens x {model.num_layers} layers x {model.moe.top_k} experts"
+        rows.append(LedgerRow("experts of a pass", 3 * 4 * tokens * model.num_layers * model.moe.top_k, detail))
     if settings.rebalance is not None:
         expert = 3 * model.hidden_size * model.moe.width // given.parallel.topology.moe_tp_size * given.dtype_bytes
         count = settings.rebalance.layers_at_once
@@ -267,10 +271,14 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
 
 
 def _step_bytes(given: SizingInput) -> int:
-    """Activations of the largest step. A draft model runs when the model's own are gone; MTP layers read its hidden."""
-    tokens, size = given.limits.forward_tokens * given.parallel.topology.attn_dp_size, given.dtype_bytes
-    models = (given.local_model,) if given.draft is None else (given.local_model, given.draft)
-    step = max(sizes.largest_step_activation_bytes(model, tokens, size) for model in models)
+    """Activations of the largest step. A draft model runs when the model's own are gone, also over tokens of several
+    steps that it has not seen; MTP layers read the model's hidden states."""
+    limits, size = given.limits, given.dtype_bytes
+    tokens = limits.forward_tokens * given.parallel.topology.attn_dp_size
+    step = sizes.largest_step_activation_bytes(given.local_model, tokens, size)
+    if given.draft is not None:
+        unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
+        step = max(step, sizes.largest_step_activation_bytes(given.draft, max(tokens, unseen), size))
     return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
 
 

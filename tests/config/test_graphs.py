@@ -8,7 +8,7 @@ import pytest
 
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.resolve import ResolvedConfig, resolve
-from moe_engine.config.resolve_graphs import graph_sizes
+from moe_engine.config.resolve_graphs import graph_row, graph_sizes
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
@@ -56,6 +56,13 @@ def test_the_ledger_counts_them(on_gpu) -> None:
     assert row.num_bytes > least and f"{with_graphs.graphs.num_graphs} recorded steps" in row.detail
     assert without.graphs == GraphSettings() and all(row.name != "CUDA graphs" for row in without.ledger.rows)
     assert without.max_total_num_tokens > with_graphs.max_total_num_tokens
+
+
+def test_large_recordings_hold_no_logits(on_gpu) -> None:
+    """Their head runs outside, for as many rows as the ledger holds."""
+    model, graphs = on_gpu().model, GraphSettings((512,), (1, 4))
+    all_rows, some = (graph_row(graphs, model, 2, 1, 512, rows)[0].num_bytes for rows in (2048, 512))
+    assert all_rows - some == 1536 * model.vocab_size * 2 * (4 + 2)
 
 
 def test_flags(on_gpu) -> None:

@@ -249,6 +249,35 @@ def test_tables_hold_tokens_too(resolved):
     assert 2 * plain < drafting < 2.1 * plain
 
 
+def test_a_draft_model_that_catches_up_is_counted(standalone, model_dir):
+    """It computes the prompts of several steps at once, up to 4,096 tokens, however small a step of the model is."""
+    small, large = (
+        rows_of(standalone(chunked_prefill_size=chunk, max_running_requests=8))["activations"].num_bytes
+        for chunk in (16, 4096)
+    )
+    draft = load_model_config(model_dir(LLAMA, name="draft"))
+    assert small >= sizes.largest_step_activation_bytes(draft, 4096, 2)
+    assert large >= small
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_prompt_lookup_has_bounded_scratch(resolved, device):
+    """On the host it is of one text, on an accelerator of a fixed number of places."""
+    on = machine(60, 80, device)
+    few, many = (
+        rows_of(resolved(on=on, max_running_requests=running, context_length=2048, **NGRAM))["draft scratch"]
+        for running in (8, 512)
+    )
+    assert few.num_bytes == many.num_bytes == (2048 * 24 if device == "cpu" else 48 << 20)
+
+
+def test_experts_of_a_pass_are_counted(resolved):
+    flags = {"expert_distribution_recorder_mode": "stat", "chunked_prefill_size": 512}
+    row = rows_of(resolved(**flags))["experts of a pass"]
+    assert row.num_bytes == 12 * 512 * 4 * 4 and "512 tokens x 4 layers x 4 experts" in row.detail
+    assert "experts of a pass" not in rows_of(resolved())
+
+
 def test_trees_and_determinism_exclude_each_other(resolved):
     tree_flags = {**NEXTN, "speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
     with pytest.raises(ConfigError, match=r"--speculative-eagle-topk 2 with --enable-deterministic-inference"):

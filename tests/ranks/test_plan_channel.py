@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
-import torch
 
 from moe_engine.engine.ranks.plan_channel import PlanReceiver, PlanSender, Step, Stop
 from moe_engine.errors import CheckpointError, EngineDeadError
-from moe_engine.parallel.collectives import PeerLost, SingleRank
+from moe_engine.parallel.collectives import PeerLost
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
-from moe_engine.worker.agreed_sampler import AgreedSampler
-from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.rank_group import MAX_AHEAD, RankGroupWorker, RankLost, Survivors
 from moe_engine.worker.rank_progress import Progress
 from moe_engine.worker.runner import StepError
-from moe_engine.worker.sampler import SampledRows
-from moe_engine.worker.sampling_state import SamplingState
 
 
 def random_plan(rng: random.Random, number: int) -> StepPlan:
@@ -190,20 +184,3 @@ def test_who_cannot_go_on_without_a_lost_rank_says_which(sender: PlanSender) -> 
     ((_, message, peer_lost),) = watch.failures
     assert message.startswith("/models/m: holds no *.safetensors file; ") and not peer_lost
     assert "TP1 (pid 7) was killed by SIGKILL" in message
-
-
-def test_agreed_draws_are_those_of_rank_0() -> None:
-    class Rank1(SingleRank):
-        """A group that receives what rank 0 drew."""
-
-        def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-            assert source == 0 and x.is_contiguous()
-            return x.copy_(torch.tensor([4, 2]))
-
-    state, stream = SamplingState(2, 6), DeviceStream("cpu")
-    for row in range(2):
-        state.enter(NewRow(row, "r", [1], 1, [], SamplingParams(temperature=0.0), 1, frozenset()))
-    sampled = SampledRows(np.arange(2), np.ones(2, np.int64), torch.arange(2))
-    logits = torch.eye(6)[:2]
-    assert AgreedSampler(state, stream, SingleRank()).sample(logits, sampled).tolist() == [0, 1]
-    assert AgreedSampler(state, stream, Rank1()).sample(logits, sampled).tolist() == [4, 2]

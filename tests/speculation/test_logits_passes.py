@@ -52,7 +52,7 @@ class Counting(LogitsPasses):
 seen: list[int] = []
 
 
-def _script(seed: int) -> list[Scripted]:
+def script(seed: int) -> list[Scripted]:
     pick = random.Random(seed)
     script = []
     for i in range(12):
@@ -95,14 +95,14 @@ def test_same_answers_however_many_rows_fit(folder: Path, drafter: str) -> None:
         path, folder / "board", dtype="float32", cpu_threads=1, page_size=1, max_total_tokens=1024,
         max_running_requests=8, chunked_prefill_size=16, **TORCH, **flags,
     )  # fmt: skip
-    sampler, script = engine.worker.runner.sampler, _script(8)
+    sampler, requests = engine.worker.runner.sampler, script(8)
     assert sampler.passes.rows_at_once == engine.config.ledger.logits_rows
     answers: dict[int, dict[str, Answer]] = {}
     try:
         for rows_at_once in (1 << 30, 7, 2):
             sampler.passes = Counting(rows_at_once)
             seen.clear()
-            answers[rows_at_once] = engine.run(script)
+            answers[rows_at_once] = engine.run(requests)
             assert max(seen) == min(rows_at_once, max(seen)) and (rows_at_once > 7 or seen.count(rows_at_once) > 5)
     finally:
         engine.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.stub_model import StubModel, stub_runner
 from moe_engine.engine.client_api import EngineInfo
 from moe_engine.engine.reporter import StepReporter
 from moe_engine.kernels.step_ladder import PREFIX, ladder
@@ -19,7 +20,6 @@ from moe_engine.scheduler.events import PlanFacts
 from moe_engine.server.metrics import Metrics
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.device_stream import make_graphs
-from moe_engine.worker.stub import StubModel, stub_runner
 from moe_engine.worker.warmup import compile_kernels, warm_sizes
 from moe_engine.worker.worker import Worker
 from tests.engine.harness import InProcessEngine, Scripted

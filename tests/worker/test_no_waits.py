@@ -11,6 +11,7 @@ import torch
 from fake_accelerator import FakeAccelerator, remote
 from fake_graphs import FakeGraphs, ReplayableTorch
 
+from benchmarks.stub_model import StubAttention
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.types import (
     GraphSettings,
@@ -30,7 +31,6 @@ from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Drafter
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
-from moe_engine.worker.stub import StubAttention
 from moe_engine.worker.worker import Worker
 from tests.speculation.toy_engine import FixedChain
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs, ReplayableTorch
 
+from benchmarks.stub_model import StubAttention, stub_runner
 from moe_engine.kernels.attention.protocol import Replayable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.context import ParallelContext
@@ -34,7 +35,6 @@ from moe_engine.worker.logits_passes import LogitsPasses
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner
 from moe_engine.worker.step_graphs import CaptureError, StepGraphs, StepShape
-from moe_engine.worker.stub import StubAttention, stub_runner
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
 

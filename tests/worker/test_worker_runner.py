@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.stub_model import StubAttention, stub_runner
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
@@ -22,7 +23,6 @@ from moe_engine.worker.kv_pool import KVPool, KVSpec
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.runner import ModelRunner, StepError
 from moe_engine.worker.sampler import INVALID_TOKEN
-from moe_engine.worker.stub import StubAttention, stub_runner
 from moe_engine.worker.worker import Worker
 from tests.lines_run import lines_run
 from tests.logprobs import unpack

@@ -1,0 +1,66 @@
+"""A worker's memory over the life of an engine: nothing stays, and no step takes more than the ledger holds for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.config.resolve import ResolvedConfig
+from moe_engine.kernels.sampling import reference
+from moe_engine.models import sizes
+from moe_engine.worker import logit_edits, penalties
+from moe_engine.worker.logits_passes import LogitsPasses
+from tests.engine.harness import InProcessEngine
+from tests.memory_meter import MemoryMeter
+from tests.speculation import test_logits_passes as passes
+from tests.speculation.agreeing import agreeing_checkpoint
+
+VOCAB, ROWS_AT_ONCE = 50000, 16
+SCRATCH = 1 << 20
+STAYS = 4096
+"""Bytes of small things that may change from life to life: which rows were decoded last."""
+
+
+def _transient(config: ResolvedConfig) -> int:
+    """What steps take and give back. The constants of sampling are those of this test."""
+    rows = {row.name: row.num_bytes for row in config.ledger.rows}
+    sampling = sizes.sampling_bytes(VOCAB, ROWS_AT_ONCE, SCRATCH) - sizes.EDIT_BYTES + SCRATCH
+    return rows["activations"] + rows.get("draft scratch", 0) + sampling
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kernels"), [*((name, "torch") for name in passes.DRAFTERS), ("none", "auto"), ("nextn chain", "auto")]
+)
+def test_a_life_takes_what_the_ledger_holds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafter: str, kernels: str
+) -> None:
+    """Penalties, biases, least lengths, log-probabilities of prompts and answers, every way of sampling. A vocabulary
+    beside which the tiny model is small shows every row of logits too many."""
+    for module in (penalties, logit_edits):
+        monkeypatch.setattr(module, "EDIT_BYTES", SCRATCH)
+    monkeypatch.setattr(reference, "CACHED_ELEMENTS", SCRATCH // 40)
+    flags: dict[str, Any] = dict(passes.DRAFTERS[drafter])
+    if flags.get("speculative_algorithm") == "STANDALONE":
+        draft = agreeing_checkpoint("deepseek_v2", tmp_path / "draft", 4, vocab_size=VOCAB)
+        flags["speculative_draft_model_path"] = str(draft)
+    path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 4, num_mtp_layers=1, vocab_size=VOCAB)
+    engine = InProcessEngine(
+        path, tmp_path / "board", dtype="float32", cpu_threads=1, page_size=1, max_total_tokens=2048,
+        max_running_requests=16, chunked_prefill_size=64, **(passes.TORCH if kernels == "torch" else {}), **flags,
+    )  # fmt: skip
+    worker, meter = engine.worker, MemoryMeter()
+    worker.runner.sampler.passes = LogitsPasses(ROWS_AT_ONCE)
+    try:
+        engine.run(passes.script(1))
+        worker.call(meter.__enter__).result()
+        for seed in (2, 3):
+            before = meter.live
+            meter.restart()
+            engine.run(passes.script(seed))
+            assert meter.calls > 1000 and meter.live - before <= STAYS
+            assert ROWS_AT_ONCE * VOCAB * 8 < meter.peak - before <= _transient(engine.config), seed
+    finally:
+        worker.call(meter.__exit__, None, None, None).result()
+        engine.close()
