@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -171,7 +171,7 @@ def test_any_python_value_of_any_keyword(capsys, values):
 # -- files of a checkpoint
 
 JUNK: dict[str, Callable[[], bytes]] = {
-    "random": lambda: os.urandom(60),
+    "random": lambda: random.randbytes(60),
     "list": lambda: b"[]",
     "number": lambda: b"3",
     "null": lambda: b"null",

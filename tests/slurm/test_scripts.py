@@ -135,7 +135,7 @@ def test_the_benchmark_looks_for_what_it_needs_before_it_starts_a_server(shell: 
     shell.program(shell.bin / "moe-engine")
     done = shell.run("bench.sbatch", "--", "--num-prompts", "1", NO_HTTPX="1")
     assert done.returncode == 2 and shell.log.read_text() == ""
-    assert "No module named 'httpx'" in done.stdout and "pip install 'moe-engine[bench]'" in done.stdout
+    assert "No module named 'httpx'" in done.stdout
 
 
 def test_the_python_of_a_program_on_the_path_is_the_one_it_names(shell: Shell, tmp_path: Path) -> None:
