@@ -61,6 +61,14 @@ examples:
 
 Flags of SGLang that this engine does not have yet are refused by name, never ignored."""
 
+PLAN_EPILOG = """\
+examples:
+  moe-engine plan                                         the model embedded in this package
+  moe-engine plan --model-path /models/V2-Lite --tp 2 --ep 2
+  moe-engine plan --config serve.yaml --json              for programs
+
+Takes all flags of `moe-engine serve`."""
+
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Runs a command; returns the exit code.
@@ -121,10 +129,10 @@ def _serve(argv: Sequence[str], prog: str, explain: bool) -> int:
     from moe_engine.config.flags import parse_flags
 
     description = "Prints what `serve` would do and starts nothing." if explain else "Serves a model over HTTP."
-    parser = _engine_parser(prog, description, SERVE_EPILOG)
+    parser = _engine_parser(prog, description, PLAN_EPILOG if explain else SERVE_EPILOG)
     if not explain:
         parser.add_argument("--explain", action="store_true", help="print what would run and why, then exit")
-    parser.add_argument("--json", action="store_true", help="with --explain: print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON" if explain else "with --explain: print JSON")
     values = parse_flags(parser, argv)
     as_json = _pop_switch(values, "json")
     explain = _pop_switch(values, "explain") or explain

@@ -25,7 +25,7 @@ def installed() -> bool:
 def why_not(device: Device, dtype: str) -> str | None:
     """The reason Triton rows cannot serve, or None."""
     if device.kind != "cuda":
-        return f"runs on CUDA devices, the model on {device.kind}"
+        return f"needs a CUDA device, this one is {device.kind}"
     if not installed():
         return "needs triton, which is not installed (pip install triton)"
     if device.capability is not None and device.capability < OLDEST:

@@ -71,12 +71,13 @@ def _device(kind: str, cpu: Device) -> Device:
 
 
 def _kernels(device: Device) -> dict[str, dict[str, str]]:
-    """For each family and row: ``runs``, or why not, in bfloat16."""
+    """For each family and row: ``runs``, or ``does not run`` with the reason, in bfloat16."""
     found: dict[str, dict[str, str]] = {}
     for family, table in FAMILIES.items():
         kind = "gqa" if table == "GQA" else "mla"
         need = Need("bfloat16", attention=kind)
-        found[family] = {row.name: row.why_not(device, need) or "runs" for row in getattr(tables, table)}
+        reasons = {row.name: row.why_not(device, need) for row in getattr(tables, table)}
+        found[family] = {name: f"does not run: {why}" if why else "runs" for name, why in reasons.items()}
     return found
 
 

@@ -21,7 +21,7 @@ class MemoryArgs:
     max_running_requests: int | None = flag(
         None,
         "Most requests computed in one step; others wait. Left out: by the size of the KV cache, at most 256 on a CPU "
-        "(there a step's time grows with every request) and 4096 on a GPU.",
+        "(there a step's time grows with every request) and 2048 on a GPU.",
         parse=parse_count,
         metavar="N",
     )

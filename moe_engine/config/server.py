@@ -43,8 +43,8 @@ class ServerArgs:
         "embedded model gets its own.",
         choices=_reasoning_parsers,
         later=dict.fromkeys(
-            ("auto", "qwen3", "qwen3-thinking", "kimi", "kimi_k2", "glm45", "minimax", "minimax-append-think",
-             "gpt-oss", "step3", "deepseek-v4", "deepseek-v41", "mistral", "nemotron_3", "hunyuan", "mimo"),
+            ("auto", "minimax", "minimax-append-think", "gpt-oss", "step3", "deepseek-v4", "deepseek-v41", "mistral",
+             "nemotron_3", "hunyuan", "mimo"),
             MORE_PARSERS,
         ),
     )  # fmt: skip

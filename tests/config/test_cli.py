@@ -62,6 +62,24 @@ def test_plan_and_serve_explain(capsys, model_dir):
     assert code == 0 and json.loads(out)["values"]["context_length"]["value"] == 512
 
 
+def test_help_of_plan_and_serve_on_json(capsys):
+    texts = {}
+    for command in ("plan", "serve"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        texts[command] = " ".join(capsys.readouterr().out.split())
+    assert "--json print JSON" in texts["plan"] and "--explain" not in texts["plan"]
+    assert "moe-engine plan --model-path" in texts["plan"]
+    assert "--json with --explain: print JSON" in texts["serve"] and "--explain" in texts["serve"]
+
+
+def test_verdicts_of_doctor_cannot_be_misread(capsys):
+    code, out, _ = run(capsys, "doctor", "--json")
+    verdicts = [verdict for family in json.loads(out)["kernels"].values() for verdict in family.values()]
+    assert code == 0 and any(verdict != "runs" for verdict in verdicts)
+    assert all(verdict == "runs" or verdict.startswith("does not run: ") for verdict in verdicts)
+
+
 def test_demo_and_doctor(capsys):
     code, out, _ = run(capsys, "demo")
     assert code == 0 and out.strip().endswith("checkpoint")

@@ -35,6 +35,7 @@ def test_every_field_teaches_and_has_a_flag(info):
         assert info.default in allowed
     for synonym, meaning in info.flag.synonyms.items():
         assert synonym not in allowed and meaning in allowed
+    assert not set(info.flag.later) & {*(allowed or ()), *info.flag.synonyms}
 
 
 def test_no_name_stands_twice():
