@@ -127,8 +127,8 @@ class ParallelArgs:
     dist_secret_file: str | None = flag(
         None,
         "File with a secret of 16 characters or more, the same on every node: sockets between nodes are then encrypted "
-        "and admit only processes that hold it. Left out: the variable MOE_ENGINE_DIST_SECRET; without either, any host "
-        "that reaches the nodes' ports can use and end the engine.",
+        "and admit only processes that hold it. Left out: the variable MOE_ENGINE_DIST_SECRET; without either, any "
+        "host that reaches the nodes' ports can use and end the engine.",
         metavar="FILE",
     )
     dist_timeout: int | None = flag(
