@@ -62,8 +62,8 @@ def _open_ports(plan: ParallelPlan) -> str:
     return (
         f"Sockets between nodes have no secret: a host that reaches {plan.leader_address}, or the engine's other TCP "
         f"ports (free ones, at {host} and at the other nodes' addresses on that network), can send requests past "
-        f"--api-key and end the engine. Put the same secret into {SECRET_VARIABLE} or --dist-secret-file FILE on every node "
-        "(`openssl rand -hex 32` makes one); see docs/security.md"
+        f"--api-key and end the engine. Put the same secret into {SECRET_VARIABLE} or --dist-secret-file FILE on every "
+        "node (`openssl rand -hex 32` makes one); see docs/security.md"
     )
 
 
