@@ -5,6 +5,7 @@ It leaves when the server is gone, after `IDLE_SECONDS` without work, and after 
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
@@ -42,7 +43,9 @@ def main() -> None:
     spec: TextSpec = pickle.loads(server.receive()[1])
     logs.setup_logging(spec.settings.log_level)
     work = body_work(_state(spec))
+    gc.disable()  # it would search millions of decoded objects again and again for cycles that JSON cannot have
     while server.work_on_next(work):
+        gc.collect()
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > KEPT_MEMORY_BYTES:
             break
 
