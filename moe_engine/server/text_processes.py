@@ -34,7 +34,7 @@ class TextSpec:
 
 
 class TextProcesses:
-    """At most `MAX_PROCESSES` of them. Whoever needs one more waits, in order."""
+    """At most `MAX_PROCESSES` processes. Further requests wait for one in order of arrival."""
 
     def __init__(self, spec: TextSpec) -> None:
         self._spec = spec
