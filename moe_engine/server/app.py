@@ -105,7 +105,7 @@ def _check_parsers(settings: ServerSettings) -> None:
 def _route(app: FastAPI, paths: str, handler: Handler, shape: Shape, methods: str = "GET") -> None:
     endpoint = guarded(handler, shape)
     wanted = methods.split()
-    if wanted == ["GET"]:  # those that take POST too change something; uvicorn leaves the body out
+    if wanted == ["GET"]:  # endpoints that take POST too change something; uvicorn leaves the body out
         wanted.append("HEAD")
     for path in paths.split():
         for method in wanted:

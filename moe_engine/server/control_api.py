@@ -47,7 +47,9 @@ class ControlApi:
         """Generates one token. Requests that come meanwhile share it: as in SGLang, the endpoint needs no key."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._generate_one())
-            self._probe.add_done_callback(lambda task: task.cancelled() or task.exception())  # clients may be gone
+            self._probe.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # every client may have hung up
         timeout = self._state.settings.health_timeout
         try:
             await unless_gone(request, asyncio.shield(self._probe))

@@ -1,8 +1,8 @@
 """What is refused before any endpoint sees it: heads that are too large, and web pages of other origins.
 
-A server on a developer's machine without a key trusts everybody who reaches it, and any web page that the developer
-visits does: `<img src="http://localhost:30000/dump_expert_distribution_record">` is enough. Browsers name the origin of
-a request in headers that a page cannot change. Programs send none of them and are not affected.
+A server without a key on a developer's machine trusts every request, and any web page that the developer visits can
+send one: `<img src="http://localhost:30000/dump_expert_distribution_record">` is enough. Browsers name the origin of a
+request in headers that a page cannot change. Programs send none of these headers and are not affected.
 """
 
 from __future__ import annotations

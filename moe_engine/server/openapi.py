@@ -1,4 +1,4 @@
-"""The description of all endpoints: /openapi.json for programs, /docs for people. Neither needs the internet."""
+"""The description of all endpoints: /openapi.json for programs, /docs as a page. Neither needs the internet."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """A process that works on large request bodies, one after the other. Started by `text_processes`.
 
-It leaves when the server is gone, after `IDLE_SECONDS` without work, and after work that took much memory.
+It exits when the server has ended, after `IDLE_SECONDS` without work, and after work that took much memory.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
@@ -27,7 +28,7 @@ from moe_engine.server.text_processes import TextSpec
 IDLE_SECONDS = 60.0
 MAX_MEMORY_BYTES = 4 * 2**30
 KEPT_MEMORY_BYTES = 2**30
-"""A process that held more at any time leaves, so that the machine gets the memory back."""
+"""A process that held more at any time exits, so that the machine gets the memory back."""
 PROMPTS_PER_FRAME = 64
 NICENESS = 5
 """The work on a large body lasts seconds anyway: the engine's own processes come first."""
@@ -42,7 +43,9 @@ def main() -> None:
     spec: TextSpec = pickle.loads(server.receive()[1])
     logs.setup_logging(spec.settings.log_level)
     work = body_work(_state(spec))
+    gc.disable()  # it would search millions of decoded objects again and again for cycles that JSON cannot have
     while server.work_on_next(work):
+        gc.collect()
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > KEPT_MEMORY_BYTES:
             break
 
@@ -68,7 +71,7 @@ class Server:
         self._stream = connection.makefile("rb")
 
     def receive(self) -> tuple[int, bytes]:
-        """The next frame. Raises EOFError when the server is gone."""
+        """The next frame. Raises EOFError when the server has closed its end."""
         header = self._stream.read(HEADER.size)
         if len(header) < HEADER.size:
             raise EOFError
@@ -94,7 +97,7 @@ class Server:
                 raise
             except Exception as exc:
                 self.send(Kind.PROBLEM, pickle.dumps(problem_of(exc)))
-        except (EOFError, OSError):  # the server is gone, or hangs up because its client did
+        except (EOFError, OSError):  # the server has ended, or closed its end because its client hung up
             return False
         return True
 

@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class TextSpec:
 
 
 class TextProcesses:
-    """At most `MAX_PROCESSES` of them. Whoever needs one more waits, in order."""
+    """At most `MAX_PROCESSES` processes. Further requests wait for one in order of arrival."""
 
     def __init__(self, spec: TextSpec) -> None:
         self._spec = spec
@@ -92,6 +93,7 @@ class TextProcess:
             popen = await asyncio.to_thread(
                 subprocess.Popen, command, stdin=theirs.fileno(), stdout=2, start_new_session=True
             )
+        threading.Thread(target=popen.wait, name="request body process", daemon=True).start()  # leaves no zombie
         process = cls(popen, *await asyncio.open_unix_connection(sock=ours))
         process._writer.write(frame(Kind.SPEC, pickle.dumps(spec)))
         return process
@@ -135,7 +137,6 @@ class TextProcess:
     def kill(self) -> None:
         self._writer.close()
         self._popen.kill()
-        asyncio.get_running_loop().run_in_executor(None, self._popen.wait)
 
     async def _write(self, data: bytes) -> None:
         self._writer.write(data)

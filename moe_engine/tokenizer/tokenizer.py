@@ -160,7 +160,8 @@ class Tokenizer:
         config = config or {}
         self.source = source
         self._backend = backend
-        self._max_token_chars: int | None = None
+        self.max_token_chars = backend.max_token_chars()
+        """Characters of the longest token: a text has at least `len(text) / max_token_chars` tokens."""
         self._table = ByteTable(backend) if byte_level else None
         self.chat_template = chat_template
         self.special_tokens = {
@@ -181,13 +182,6 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self._backend.vocab_size
-
-    @property
-    def max_token_chars(self) -> int:
-        """Characters of the longest token: a text has at least `len(text) / max_token_chars` tokens."""
-        if self._max_token_chars is None:
-            self._max_token_chars = self._backend.max_token_chars()
-        return self._max_token_chars
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. A text that already begins with BOS (a rendered chat) never gets a second one."""

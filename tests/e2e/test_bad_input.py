@@ -65,7 +65,7 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("/generate", "structured output", sampling(json_schema="{}"), "not available yet"),
     ("/generate", "sampling_params of a wrong type", {"text": "a", "sampling_params": 3}, "sampling_params"),
     ("/generate", "stream of a wrong type", {"text": "a", "stream": "maybe"}, "stream"),
-    ("/v1/completions", "unknown model", {"model": "gpt-9", "prompt": "a"}, "gpt-9"),
+    ("/v1/completions", "adapter", {"model": "gpt-9:french", "prompt": "a"}, "french"),
     ("/v1/completions", "no prompt", {"model": "tiny"}, "prompt"),
     ("/v1/completions", "prompt of a wrong type", {"model": "tiny", "prompt": {"a": 1}}, "prompt"),
     ("/v1/completions", "max_tokens over the context", {"model": "tiny", "prompt": "a", "max_tokens": 1000}, "context"),
