@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moe_engine.models import sizes
 from tests.many_ranks.forms import FACTORS, Case, Forms, allowed
 from tests.speculation.pairwise import pairwise_cover
 
@@ -87,6 +88,19 @@ def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict
     outcome = forms.run({**PLAIN, "drafts": "nextn", **case}, **moving)
     assert not outcome.differences and outcome.problems == []
     assert outcome.tokens_drafted > 0 and outcome.rebalances > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"attention": "dp", "drafts": "nextn"}, {"attention": "dp", "chunk": 16, "drafts": "ngram"}, {}],
+    ids=name_of,
+)
+def test_few_rows_of_logits_at_once(monkeypatch: pytest.MonkeyPatch, forms: Forms, case: dict[str, Any]) -> None:
+    """A head that belongs to several attention groups is called as often as the largest group must, by all."""
+    monkeypatch.setattr(sizes, "MIN_LOGITS_ROWS", 3)
+    monkeypatch.setattr(sizes, "MAX_LOGITS_ROWS", 3)
+    outcome = forms.run({**PLAIN, **case})
+    assert not outcome.differences and outcome.problems == []
 
 
 def test_cases_retracted_and_aborted(seen: Seen) -> None:
