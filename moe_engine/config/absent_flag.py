@@ -76,7 +76,7 @@ class DroppedFlag(AbsentFlag):
     """A flag that SGLang itself has no more; `reason` says what to do instead."""
 
     def refusal(self, keyword: str, value: Any) -> ConfigError:
-        return ConfigError(f"{option_of(keyword)}: gone from SGLang too; {self.reason}")
+        return ConfigError(f"{option_of(keyword)}: removed from SGLang too; {self.reason}")
 
 
 def _same(value: Any, known: Any) -> bool:

@@ -40,7 +40,7 @@ PARTS: dict[str, type] = {
     "server": ServerArgs,
 }
 
-GONE = "gone from SGLang too"
+REMOVED = "removed from SGLang too"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _idle_note(idle: list[tuple[AbsentFlag, Any]]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for flag, value in idle:
         text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        by_reason.setdefault(flag.reason if flag.name in LATER else GONE, []).append(f"{flag.option} {text}")
+        by_reason.setdefault(flag.reason if flag.name in LATER else REMOVED, []).append(f"{flag.option} {text}")
     if not by_reason:
         return []
     parts = "; ".join(f"{', '.join(given)} ({reason})" for reason, given in by_reason.items())

@@ -44,7 +44,8 @@ CPU_SYNONYMS = {"torch_native": "torch", "intel_amx": "cpu"}
 class BackendArgs:
     attention_backend: str = flag(
         "auto",
-        "Attention kernels. auto takes the most preferred that can run here; a named one that cannot is an error.",
+        "Attention kernels. auto: the preferred backend among those that run here. A named backend that cannot run is "
+        "an error.",
         choices=_attention,
         synonyms=CPU_SYNONYMS,
         later={

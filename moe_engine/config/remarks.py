@@ -1,4 +1,4 @@
-"""What was given and has nothing to act on in this launch: said once at start, never an error."""
+"""What was given and has nothing to act on in this launch: noted once at start, never an error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def flags_without_effect(args: EngineArgs, device: str, plan: ParallelPlan) -> t
     """A line for each flag that differs from its default and does nothing here; and for an open server."""
     found = [*_dependents(args), *_parallel(args, device, plan)]
     if args.server.host in ("0.0.0.0", "::") and args.server.api_key is None:
-        found.append(f"--host {args.server.host} without --api-key: whoever reaches this machine can use the model")
+        found.append(
+            f"--host {args.server.host} without --api-key: every client that reaches this machine can use the model"
+        )
     return tuple(found)
 
 

@@ -28,8 +28,8 @@ class SpeculativeArgs:
     speculative_algorithm: str | None = flag(
         None,
         "Guess tokens ahead and check them in one step: the same answers, fewer steps. NEXTN (or EAGLE): the "
-        "checkpoint's own multi-token-prediction layers; STANDALONE: a small model of the same vocabulary; NGRAM: what "
-        "followed the last words earlier in the text, without any model. Left out: one token a step.",
+        "checkpoint's own multi-token-prediction layers; STANDALONE: a small model with the same vocabulary; NGRAM: "
+        "what followed the last words earlier in the text, without any model. Left out: one token a step.",
         aliases=("--speculative-algo",),
         choices=("NEXTN", "EAGLE", "STANDALONE", "NGRAM"),
         later={"EAGLE3": EAGLE_HEADS, **dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters")},

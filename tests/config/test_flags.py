@@ -165,13 +165,13 @@ def test_satisfied_switch_is_noted():
 @pytest.mark.parametrize("name", DROPPED)
 def test_dropped_flags_name_their_replacement(name):
     row = DROPPED[name]
-    with pytest.raises(ConfigError, match="gone from SGLang") as refusal:
+    with pytest.raises(ConfigError, match="removed from SGLang") as refusal:
         EngineArgs.from_kwargs(**{name: True})
     assert row.reason in str(refusal.value)
-    with pytest.raises(ConfigError, match="gone from SGLang"):
+    with pytest.raises(ConfigError, match="removed from SGLang"):
         cli(row.option)
     if not row.is_switch:
-        with pytest.raises(ConfigError, match="gone from SGLang"):
+        with pytest.raises(ConfigError, match="removed from SGLang"):
             cli(f"{row.option} 77")
 
 
@@ -196,7 +196,7 @@ def test_a_refusal_recommends_nothing_that_is_refused(row):
         ("--lora-backend triton", "LoRA adapters"),
         ("--hicache-ratio 2", "hierarchical KV cache"),
         ("--disaggregation-transfer-backend mooncake", "separate engines"),
-        ("--ds-heavy-token-num 256", "gone from SGLang too"),
+        ("--ds-heavy-token-num 256", "removed from SGLang too"),
         ("--disable-fast-image-processor", "no image processor"),
         ("--disable-piecewise-cuda-graph", "without CUDA graphs"),
     ],

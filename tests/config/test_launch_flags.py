@@ -193,6 +193,13 @@ def test_graphs_are_shown_with_their_sizes(folders):
     assert not dump["disable_cuda_graph"] and dump["cuda_graph_backend_decode"] == "full"
 
 
+def test_flags_given_again_in_a_file(folders, tmp_path):
+    flags = flags_of(shown(resolved_on(MACHINES["gpu"], folders["moe"], 7, {"tp_size": 2})))
+    file = tmp_path / "serve.yaml"
+    file.write_text(json.dumps(flags))
+    assert EngineArgs.from_cli(["--config", str(file)]) == EngineArgs.from_kwargs(**flags)
+
+
 @pytest.mark.parametrize("num_graphs", [0, 4])
 def test_memory_of_graphs_is_reported_once_they_exist(folders, num_graphs):
     config = resolved_on(MACHINES["gpu"], folders["moe"], 7, {"max_running_requests": 6})

@@ -219,7 +219,7 @@ def test_refusals_name_the_flags_and_what_would_do(models, model, flags, words) 
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
 
 
-def test_too_many_nodes_of_a_launcher_are_its_word(models) -> None:
+def test_too_many_nodes_of_a_launcher_name_the_launcher(models) -> None:
     place = ClusterPlace(2, 1, "node0:20001", 0, "SLURM_* of job 7")
     with pytest.raises(ConfigError) as refusal:
         plan_of(models["small"], place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,15 @@ def test_unseen_traffic_is_judged_by_a_plan_that_has_not_seen_it():
 def test_layouts_to_try():
     assert [(each.num_ranks, each.num_redundant) for each in usual_layouts(6)] == [(2, 0), (2, 2), (4, 2), (4, 6)]
     assert [each.num_ranks for each in usual_layouts(64, num_nodes=4)] == [4, 4, 8, 8, 16, 16, 32, 32, 64, 64]
+
+
+def test_a_plan_that_is_worse_than_trivial_is_explained():
+    """Passes that differ: the plan for their sum is judged pass by pass."""
+    even = ExpertLayout(4, 2)
+    gain = eplb_gain(np.array([[[9, 0, 9, 0]], [[0, 9, 0, 9]], [[3, 3, 3, 3]]]), even)
+    worse, better = replace(gain, trivial=0.9, planned=0.8, slowest=1.065), replace(gain, trivial=0.5, planned=0.9)
+    captions = [terminal.gain_table(gains).caption for gains in ([replace(better, slowest=0.7)], [better, worse])]
+    assert "judged pass by pass" not in captions[0] and "judged pass by pass" in captions[1]
 
 
 def test_the_report_in_the_terminal(tmp_path, capsys):
