@@ -1,6 +1,6 @@
 """A server that a benchmark starts, watches and stops: its log lines with times, its processes and their memory.
 
-No command of its own; `benchmarks.startup` and `benchmarks.soak` are the callers.
+No command of its own; `benchmarks.startup` is the caller.
 """
 
 from __future__ import annotations
@@ -118,14 +118,3 @@ def memory_of(pid: int) -> dict[str, int]:
     except psutil.NoSuchProcess:
         return {}
     return found
-
-
-def process_on_port(port: int) -> int | None:
-    """The process that listens on a local port, if this user may know."""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                return connection.pid
-    except psutil.AccessDenied:
-        return None
-    return None

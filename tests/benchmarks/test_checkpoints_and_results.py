@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors import safe_open
 
-from benchmarks import report, side_by_side, soak, startup
+from benchmarks import report, side_by_side, startup
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint, parse_overrides
 from benchmarks.datasets import Vocabulary
 from benchmarks.limits import MeasuredLimits
@@ -119,22 +119,6 @@ def test_judging_a_workload():
 
 def test_agreement():
     assert agreement([[1, 2], [3, 4]], [[1, 2], [5, 4]]) == {"same_first_token": 0.5, "mean_common_tokens": 1.0}
-
-
-def test_soak_judgement():
-    pool = dict.fromkeys(soak.POOL_KEYS, 0) | {"num_free": 100}
-    values = {
-        "problems": [],
-        "pool_before": pool,
-        "pool_after": dict(pool),
-        "still_answers": True,
-        "memory_bytes": {"baseline": {"front end": 10 << 20}, "end": {"front end": 11 << 20}},
-    }
-    assert all(soak.judge(values, 2.0, ["all fine"]).values())
-    assert not all(soak.judge(values, 0.5, []).values())
-    leaked = {**values, "pool_after": pool | {"num_free": 99}}
-    assert not soak.judge(leaked, 2.0, [])["the KV pool is as empty as at the start"]
-    assert not soak.judge(values, 2.0, ["Traceback (most recent call last):"])["no error in the server's log"]
 
 
 def test_startup_summary_leaves_the_first_run_out():

@@ -114,7 +114,7 @@ async def load(
 
 def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: bool = False) -> dict[str, Any]:
     """Both phases against a ready server. With `strikes`, the last rank is killed in the middle of the mixed phase."""
-    tally = Tally()
+    tally, empty = Tally(), settle(server)
     neighbours = Neighbours(server.port, plan.num_neighbours)
     began = time.monotonic()
     asyncio.run(load(server.port, bank, plan, int(plan.num_requests * plan.quiet_share), ORDINARY, tally))
@@ -139,6 +139,7 @@ def soak(server: ServerProcess, bank: Sequence[Known], plan: Plan, *, strikes: b
         "counts": dict(tally.counts),
         "gaps": {"quiet": _summary(quiet), "mixed": _summary(mixed), "ratio": mixed[-1] / quantile(quiet, 0.99)},
         "pool": settle(server),
+        "pool_before": empty,
         "memory_growth_bytes": _memory(server) - memory,
         "tracebacks": server.log.count("Traceback"),
     }
@@ -153,7 +154,7 @@ def settle(server: ServerProcess) -> list[dict[str, int]]:
                 break
             time.sleep(0.2)
         states = client.get("/server_info").json()["internal_states"]
-    keys = ("num_running", "num_waiting", "num_used", "num_protected")
+    keys = ("num_running", "num_waiting", "num_used", "num_protected", "num_free")
     return [{key: state[key] for key in keys} for state in states]
 
 
@@ -180,7 +181,7 @@ def verdicts(result: dict[str, Any]) -> dict[str, bool]:
         "no wrong answer": not result["wrong"],
         "no lost request": not result["lost"],
         "neighbours got the same answer each time": not result["neighbour_problems"],
-        "nothing runs, nothing waits, no slot is held": all(not any(pool.values()) for pool in result["pool"]),
+        "the KV pool is as empty as before": all(pool in result["pool_before"] for pool in result["pool"]),
         "no traceback in the log": not result["tracebacks"],
     }
 
