@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.config import resolve_graphs, resolve_parallel, resolve_speculation, sizing
+from moe_engine.config import resolve_graphs, resolve_parallel, resolve_speculation
 from moe_engine.config.args import PARTS, build_parser
 from moe_engine.config.dropped import DROPPED
 from moe_engine.config.field import fields_of
 from moe_engine.config.flags import known_options
 from moe_engine.config.later import LATER
-from moe_engine.config.resolve import CPU_CHUNK, GPU_CHUNKS
+from moe_engine.config.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -63,11 +63,10 @@ def test_the_search_finds_flags():
 
 CHUNKS = [tokens for _, tokens in GPU_CHUNKS]
 SENTENCES = {
-    "max_running_requests": f"at most {sizing.CPU_MAX_RUNNING} on a CPU (there a step's time grows with every request) "
-    f"and {sizing.GPU_MAX_RUNNING} on a GPU",
+    "max_running_requests": f"at most {CPU_MAX_RUNNING} on a CPU (there a step's time grows with every request) "
+    f"and {GPU_MAX_RUNNING} on a GPU",
     "chunked_prefill_size": f"Left out: {CPU_CHUNK} on a CPU, {CHUNKS[0]} to {2 * CHUNKS[-1]} by memory",
     "dist_timeout": f"Left out: {resolve_parallel.START_SECONDS:g}.",
-    "max_dispatch_tokens_per_rank": f"at most {resolve_parallel.MAX_DISPATCH_TOKENS}.",
     "speculative_num_steps": f"chooses 0 to {resolve_speculation.AUTO_MAX_STEPS} for each step",
     "speculative_num_draft_tokens": f"At most {resolve_speculation.MAX_DRAFT_TOKENS}.",
     "cuda_graph_max_bs_decode": f"Left out: {resolve_graphs.MAX_SIZES[0][1]} to {resolve_graphs.LARGEST} by memory",
@@ -103,7 +102,7 @@ def test_dependencies_are_imported():
 
     names = {"pyyaml": "yaml", "pyzmq": "zmq", "httptools": "uvicorn.protocols.http.httptools_impl"}
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    folders = [ROOT / name for name in ("moe_engine", "kernels", "models", "parallel")]  # links are not followed
+    folders = [ROOT / name for name in ("moe_engine", "kernels", "models", "parallel", "benchmarks")]  # links are not followed
     text = "\n".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
     for entry in listed:
         package = re.split(r"[><=;\[ ]", entry)[0]
