@@ -218,7 +218,8 @@ def _logits_row(given: SizingInput) -> LedgerRow:
     count, vocab, most = given.logits_rows, given.model.vocab_size, given.shape.num_logits
     scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
     detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
-    return LedgerRow("logits and sampling", sizes.sampling_bytes(vocab, count, scratch), detail)
+    num_bytes = sizes.sampling_bytes(vocab, count, scratch, given.shape.context_len)
+    return LedgerRow("logits and sampling", num_bytes, detail)
 
 
 def _attention_rows(given: SizingInput) -> list[LedgerRow]:
