@@ -293,7 +293,7 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
 
 
 def _step_bytes(given: SizingInput) -> int:
-    """Activations of the largest step. A draft model runs when the model's own are gone, also over tokens of several
+    """Activations of the largest step. A draft model runs when the model's own are freed, also over tokens of several
     steps that it has not seen; MTP layers read the model's hidden states."""
     shape, size = given.shape, given.dtype_bytes
     tokens = shape.num_tokens * given.parallel.topology.attn_dp_size

@@ -90,7 +90,7 @@ class Life:
         self.free = [slot for slot in slots if slot not in held] + self.free
 
     def point_elsewhere(self, row: int) -> None:
-        """The same tokens in other slots, where nobody noted them."""
+        """The same tokens in other slots, which were not noted."""
         begin, end = sorted(self.pick.integers(0, len(self.slots[row]) + 1, 2).tolist())
         fresh = [self.free.pop() for _ in range(end - begin)]
         self.rows.apply([], [], [RowWrite(row, begin, fresh)])
