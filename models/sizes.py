@@ -39,7 +39,10 @@ LOGITS_ROWS_STEP = 64
 """Calls that run a whole step are for up to so many rows, and tiles of a product are no larger."""
 
 EDIT_BYTES = 32 << 20
-"""Scratch memory of penalties and biases on logits."""
+"""Scratch memory of penalties and biases on logits, where one row does not need more."""
+
+PENALTY_COUNT_BYTES, PENALTY_TOKEN_BYTES = 4, 40
+"""Scratch memory that the penalties of a row take for each entry of the vocabulary, and for each token of its text."""
 
 NGRAM_PLACES = 1 << 20
 """Places of all texts that an accelerator compares with their ends at once."""
@@ -140,9 +143,10 @@ def logits_rows(vocab_size: int, num_logits: int) -> int:
     return max(MIN_LOGITS_ROWS, min(max(fit, LOGITS_ROWS_STEP), MAX_LOGITS_ROWS, num_logits))
 
 
-def sampling_bytes(vocab_size: int, num_rows: int, scratch: int) -> int:
+def sampling_bytes(vocab_size: int, num_rows: int, scratch: int, context_len: int) -> int:
     """What sampling holds at once: so many rows of logits, and scratch memory of a kernel or of edits."""
-    return num_rows * vocab_size * LOGIT_BYTES + max(scratch, EDIT_BYTES)
+    longest = PENALTY_COUNT_BYTES * vocab_size + PENALTY_TOKEN_BYTES * context_len
+    return num_rows * vocab_size * LOGIT_BYTES + max(scratch, EDIT_BYTES, longest)
 
 
 def _attention_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:

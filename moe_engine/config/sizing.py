@@ -198,7 +198,8 @@ def _logits_row(given: SizingInput) -> LedgerRow:
     count, vocab, most = given.logits_rows, given.model.vocab_size, given.limits.num_logits
     scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
     detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
-    return LedgerRow("logits and sampling", sizes.sampling_bytes(vocab, count, scratch), detail)
+    num_bytes = sizes.sampling_bytes(vocab, count, scratch, given.shape.context_len)
+    return LedgerRow("logits and sampling", num_bytes, detail)
 
 
 def _attention_rows(given: SizingInput) -> list[LedgerRow]:
@@ -271,7 +272,7 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
 
 
 def _step_bytes(given: SizingInput) -> int:
-    """Activations of the largest step. A draft model runs when the model's own are gone, also over tokens of several
+    """Activations of the largest step. A draft model runs when the model's own are freed, also over tokens of several
     steps that it has not seen; MTP layers read the model's hidden states."""
     limits, size = given.limits, given.dtype_bytes
     tokens = limits.forward_tokens * given.parallel.topology.attn_dp_size

@@ -15,16 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.models.sizes import EDIT_BYTES
+from moe_engine.models.sizes import EDIT_BYTES, PENALTY_COUNT_BYTES, PENALTY_TOKEN_BYTES
 from moe_engine.types import NewRow
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.slot_tokens import SlotTokens
-
-COLUMN_BYTES = 64
-"""Scratch memory for one token of a text; `TREE_COLUMN_BYTES` where masks say which tokens count."""
-TREE_COLUMN_BYTES = 96
-COUNT_BYTES = 4
-"""Scratch memory for one vocabulary entry of a row."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +78,10 @@ class Penalties:
             seen[: len(trees.begins)] = trees.begins
             ends[: len(trees.begins)] = trees.begins + trees.width
         places = places[np.argsort(-ends[places], kind="stable")]  # texts of like length together
-        column = COLUMN_BYTES if trees is None else TREE_COLUMN_BYTES
         begin = 0
         while begin < len(places):
-            width = int(ends[places[begin]])
-            at_once = max(1, EDIT_BYTES // (COUNT_BYTES * self._vocab_size + column * width))
+            width = min(int(ends[places[begin]]), self._slot_table.shape[1])
+            at_once = max(1, EDIT_BYTES // (PENALTY_COUNT_BYTES * self._vocab_size + PENALTY_TOKEN_BYTES * width))
             self._penalise(logits, places[begin : begin + at_once], rows, seen, width, tokens, trees)
             begin += at_once
 

@@ -1,4 +1,4 @@
-"""Logits made and sampled a few rows at a time: the answers of steps that make one pass, whoever drafts."""
+"""Logits made and sampled a few rows at a time: the answers of steps that make one pass, with every drafter."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ STAYS = 4096
 def _transient(config: ResolvedConfig) -> int:
     """What steps take and give back. The constants of sampling are those of this test."""
     rows = {row.name: row.num_bytes for row in config.ledger.rows}
-    sampling = sizes.sampling_bytes(VOCAB, ROWS_AT_ONCE, SCRATCH) - sizes.EDIT_BYTES + SCRATCH
+    sampling = sizes.sampling_bytes(VOCAB, ROWS_AT_ONCE, SCRATCH, 0) - sizes.EDIT_BYTES + SCRATCH
     return rows["activations"] + rows.get("draft scratch", 0) + sampling
 
 

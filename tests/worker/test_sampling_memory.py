@@ -112,7 +112,7 @@ def test_measured_peak(ledger: Any, kind: str, logprobs: bool, below: bool, rows
     sampling, sampler = _sampling(rows_at_once, SAMPLINGS[kind], spec)
     nodes = _nodes()
     held = dataclasses.replace(ledger, logits_rows=rows_at_once)
-    allowed = sizes.sampling_bytes(VOCAB, held.logits_rows, scratch.HOST_SCRATCH_BYTES)
+    allowed = sizes.sampling_bytes(VOCAB, held.logits_rows, scratch.HOST_SCRATCH_BYTES, 64)
     if rows_at_once == ledger.logits_rows:
         assert allowed == _bytes(ledger, "logits and sampling")
     drafts = torch.randint(-1, VOCAB, (len(nodes.rows), 1)) if below else None

@@ -202,7 +202,7 @@ def test_only_even_decodes_up_to_the_largest_size() -> None:
 
 @pytest.mark.parametrize("rows_at_once", [1 << 30, 2])
 def test_all_attention_groups_replay_the_same_size(rows_at_once: int) -> None:
-    """Three decodes here, one there, none in the third: all run four tokens a group, whoever they are. Where the head
+    """Three decodes here, one there, none in the third: all groups run four tokens each. Where the head
     is not recorded, all run it as often as the largest group must."""
     mine = [_decodes(3), _decodes(1), StepPlan(1)]
     everybody = tuple(StepFacts.of(plan) for plan in mine)

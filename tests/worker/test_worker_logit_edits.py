@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_engine.models import sizes
 from moe_engine.types import NewRow, RowWrite, SamplingParams
 from moe_engine.worker import logit_edits, penalties
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.penalties import TreeText
 from moe_engine.worker.rows import Rows
 from moe_engine.worker.speculation.drafts import ancestor_masks
+from tests.memory_meter import MemoryMeter
 
 VOCAB, CONTEXT, NUM_SLOTS = 40, 30, 700
 EOS = frozenset({3})
@@ -88,7 +90,7 @@ class Life:
         self.free = [slot for slot in slots if slot not in held] + self.free
 
     def point_elsewhere(self, row: int) -> None:
-        """The same tokens in other slots, where nobody noted them."""
+        """The same tokens in other slots, which were not noted."""
         begin, end = sorted(self.pick.integers(0, len(self.slots[row]) + 1, 2).tolist())
         fresh = [self.free.pop() for _ in range(end - begin)]
         self.rows.apply([], [], [RowWrite(row, begin, fresh)])
@@ -195,6 +197,28 @@ def test_nodes_of_drafts_against_naive(seed: int, tree: bool) -> None:
             rejected = life.slots[row][ends[row] + 1 :]
             del life.slots[row][ends[row] + 1 :]
             life.give_back(rejected)
+
+
+@pytest.mark.parametrize("vocab", [1000, 50_000])
+@pytest.mark.parametrize("tree", [False, True])
+def test_scratch_memory_is_what_the_ledger_holds(monkeypatch: pytest.MonkeyPatch, tree: bool, vocab: int) -> None:
+    """However many rows have penalties, and however long their texts; one row has what its own text needs."""
+    num_rows, length, allowed = 12, 9000, 4 << 20
+    monkeypatch.setattr(penalties, "EDIT_BYTES", allowed)
+    rows = Rows(num_rows, length + 8, vocab, DeviceStream("cpu"))
+    rows.keep_tokens(length + 1)
+    slots, text = list(range(1, length + 1)), list(range(length))
+    for row in range(num_rows):
+        token_ids = [token % vocab for token in text]
+        rows.apply([], [NewRow(row, "r", [*token_ids, 5], 20, slots, KINDS[3], 0, EOS)], [])
+    nodes = TreeText(np.full(num_rows, length - 6), torch.full((num_rows,), 0b111011), 6) if tree else None
+    logits, which = torch.randn(num_rows, vocab), np.arange(num_rows)
+    for chosen in (which, which[:1]):
+        with MemoryMeter() as meter:
+            rows.edits.apply(logits[: len(chosen)], chosen, np.full(len(chosen), length), rows.slot_tokens, nodes)
+        own = len(chosen) * (4 * vocab + sizes.PENALTY_TOKEN_BYTES * length)
+        assert min(own, allowed) / 2 < meter.peak <= min(own, allowed)
+        nodes = nodes if nodes is None else nodes.part(0, 1)
 
 
 @settings(max_examples=60, deadline=None)
