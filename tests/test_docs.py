@@ -102,7 +102,8 @@ def test_dependencies_are_imported():
 
     names = {"pyyaml": "yaml", "pyzmq": "zmq", "httptools": "uvicorn.protocols.http.httptools_impl"}
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    folders = [ROOT / name for name in ("moe_engine", "kernels", "models", "parallel", "benchmarks")]  # links are not followed
+    names_of_folders = ("moe_engine", "kernels", "models", "parallel", "benchmarks")  # links are not followed
+    folders = [ROOT / name for name in names_of_folders]
     text = "\n".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
     for entry in listed:
         package = re.split(r"[><=;\[ ]", entry)[0]
