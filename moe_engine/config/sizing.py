@@ -198,7 +198,7 @@ def _logits_row(given: SizingInput) -> LedgerRow:
     count, vocab, most = given.logits_rows, given.model.vocab_size, given.limits.num_logits
     scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
     detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
-    num_bytes = sizes.sampling_bytes(vocab, count, scratch, given.shape.context_len)
+    num_bytes = sizes.sampling_bytes(vocab, count, scratch, given.limits.context_len)
     return LedgerRow("logits and sampling", num_bytes, detail)
 
 
