@@ -96,7 +96,7 @@ def test_flags_of_each_way_of_drafting():
 def test_a_whole_run_on_the_embedded_model(tmp_path, capsys):
     file = tmp_path / "result.json"
     options = ["--models", "embedded", "--questions", "1", "--depths", "3", "--concurrency", "6", "--rounds", "1"]
-    assert speculation.main([*options, "--json", str(file), "--dtype", "float32"]) == 0
+    assert speculation.main([*options, "--busy", "--json", str(file), "--dtype", "float32"]) == 0
     result = json.loads(file.read_text())["models"]["embedded"]
     mine, offline = result["acceptance"]["3"]["engine"], result["acceptance"]["3"]["offline"]
     assert len(mine) == 3 and mine == pytest.approx(offline, abs=0.03)

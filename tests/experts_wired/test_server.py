@@ -200,9 +200,9 @@ def test_metrics() -> None:
         if line.startswith("sglang:eplb_") and "window" not in line
     }
     assert found == {
-        "rebalances": 2,
-        "experts_received": 30,
-        "pause_seconds": 0.25,
+        "rebalances_total": 2,
+        "experts_received_total": 30,
+        "pause_seconds_total": 0.25,
         "longest_pause_seconds": 0.01,
         "pause_share": 0.03,
         "planned_balancedness": 0.97,

@@ -64,10 +64,12 @@ CASES = [
 def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
     """What the launch printed as its error; there is nothing of it left."""
     port = () if "--port" in flags else ("--port", "0")
+    before = psutil.Process().children()  # of other tests
     assert cli.main(["serve", "--max-total-tokens", "2048", *port, *flags]) == cli.USAGE_ERROR
     printed = "".join(capfd.readouterr())
     assert "Traceback" not in printed and "ZMQError" not in printed, printed
-    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    now = psutil.Process().children()
+    assert not [child for child in now if child not in before and child.status() != psutil.STATUS_ZOMBIE]
     (error,) = re.findall(r"^moe-engine serve: error: (.*)$", printed, re.M)
     return error
 

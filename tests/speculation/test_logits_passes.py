@@ -70,11 +70,10 @@ def script(seed: int) -> list[Scripted]:
 
 
 def _same(found: list[Any], expected: list[Any]) -> bool:
-    """Log-probabilities [token, value, best, asked]."""
+    """`tests.logprobs.Entry` of each token."""
     for got, want in zip(found, expected, strict=True):
-        flat = [[x for pair in (entry[2], entry[3]) for x in pair or []] for entry in (got, want)]
-        values = [[entry[1] or 0.0, *(v for _, v in rivals)] for entry, rivals in zip((got, want), flat)]
-        if got[0] != want[0] or values[0] != pytest.approx(values[1], abs=1e-4):
+        values = [[e.logprob or 0.0, *(value for _, value in e.top), *e.asked] for e in (got, want)]
+        if got.token_id != want.token_id or values[0] != pytest.approx(values[1], abs=1e-4):
             return False
     return True
 

@@ -124,7 +124,7 @@ def test_gauges_sum_over_schedulers() -> None:
     )
     assert set(vars(info)) <= set(EngineInfo.__dataclass_fields__)
     states = [{"is_cuda_graph": 1, "compilations_after_ready": 2}, {"is_cuda_graph": 0, "compilations_after_ready": 1}]
-    page = Metrics("m", info).render(client, states).decode()
+    page = Metrics("m", info, "1.0").render(client, states).decode()
     values = {line.split("{")[0]: float(line.split()[-1]) for line in page.splitlines() if line[0] != "#"}
     assert values["sglang:num_alive_schedulers"] == 2
     assert values["sglang:is_cuda_graph"] == 1 and values["sglang:compilations_after_ready"] == 3

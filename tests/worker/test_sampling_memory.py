@@ -133,8 +133,8 @@ def test_prompt_logprobs_and_drafting_keep_to_the_same_number(ledger: Any) -> No
     wanted = PromptLogprobs(prompt, LogprobSpec(0, 5), 0)
     hidden = torch.zeros(700, HIDDEN)
     with torch.inference_mode(), MemoryMeter() as meter:
-        found = prompt_logprobs(0, wanted, 0, hidden, _bfloat16_head, rows_at_once, DeviceStream("cpu"))
-        assert found is not None and len(found.take()) == 700
+        found = prompt_logprobs(0, wanted, 0, hidden, _bfloat16_head, rows_at_once, VOCAB, DeviceStream("cpu"))
+        assert found is not None and found.take().num_tokens == 700
     assert rows_at_once * VOCAB * 8 <= meter.peak <= allowed
     _, sampler = _sampling(rows_at_once, SamplingParams(temperature=0.0), None)
     nodes = _nodes()

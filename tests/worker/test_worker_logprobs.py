@@ -48,7 +48,7 @@ def test_prompt_in_chunks(rows_at_once: int, start: int, cached: int) -> None:
     entries = []
     for begin, end in ((cached, 11), (11, 12), (12, 20), (20, 24)):  # the last recomputes outputs: nothing to say
         wanted = PromptLogprobs(prompt, spec, cached)
-        found = prompt_logprobs(6, wanted, begin, hidden[begin:end], logits_of, rows_at_once, STREAM)
+        found = prompt_logprobs(6, wanted, begin, hidden[begin:end], logits_of, rows_at_once, VOCAB, STREAM)
         if found is not None:
             assert found.row == 6
             entries.extend(unpack(found.take()))
