@@ -7,13 +7,14 @@ import pickle
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from moe_engine.engine.client_api import EngineInfo
 from moe_engine.engine.process import describe_exit
+from moe_engine.engine.watched_thread import start_watched
 from moe_engine.errors import GenerationError, InputError
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.text_frames import HEADER, Kind, frame
@@ -93,7 +94,8 @@ class TextProcess:
             popen = await asyncio.to_thread(
                 subprocess.Popen, command, stdin=theirs.fileno(), stdout=2, start_new_session=True
             )
-        threading.Thread(target=popen.wait, name="request body process", daemon=True).start()  # leaves no zombie
+        # Waiting leaves no zombie. A process that cannot be waited for is ended.
+        start_watched("request body process", partial(_wait, popen), lambda message: popen.kill())
         process = cls(popen, *await asyncio.open_unix_connection(sock=ours))
         process._writer.write(frame(Kind.SPEC, pickle.dumps(spec)))
         return process
@@ -149,3 +151,7 @@ class TextProcess:
     async def _death(self) -> InputError:
         end = describe_exit(await asyncio.to_thread(self._popen.wait))
         return InputError(f"the process that worked on this large body {end}; send smaller requests", status=413)
+
+
+def _wait(popen: subprocess.Popen[bytes]) -> None:
+    popen.wait()

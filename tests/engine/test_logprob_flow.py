@@ -91,7 +91,8 @@ def step(best: int, asked: int, prompt: int) -> StepResult:
     packed = PendingLogprobs.start(token_logprobs(logits, torch.tensor([3, 4]), [spec] * 2, STREAM), [spec] * 2, STREAM)
     hidden, ids = torch.randn(prompt, 8, generator=generator), list(range(prompt))
     weights = torch.randn(8, VOCAB, generator=generator)
-    pending = prompt_logprobs(0, PromptLogprobs(ids, spec, 0), 0, hidden, lambda h: h @ weights, len(ids), VOCAB, STREAM)
+    wanted = PromptLogprobs(ids, spec, 0)
+    pending = prompt_logprobs(0, wanted, 0, hidden, lambda h: h @ weights, len(ids), VOCAB, STREAM)
     assert pending is not None
     return StepResult(1, [0, 1], [[3], [4]], list(packed.take()), {0: pending.take()})
 
