@@ -33,6 +33,7 @@ class Scripted:
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     seed: int | None = None
     logprob: bool = False
+    logprob_start: int | None = None
     priority: int | None = None
 
 
@@ -40,6 +41,7 @@ class Scripted:
 class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     retractions: int = 0
     cached_tokens: int = 0
@@ -77,6 +79,7 @@ class ScriptedPort:
             assert answer.finish is None, f"{delta.rid} got something after its end"
             answer.token_ids += delta.token_ids
             answer.logprobs += delta.logprobs or []
+            answer.prompt_logprobs += delta.prompt_logprobs or []
             answer.finish = delta.finish
             answer.retractions = delta.retractions
             answer.cached_tokens = delta.cached_tokens
@@ -92,6 +95,7 @@ def add_request(item: Scripted) -> messages.AddRequest:
         seed=item.seed,
         priority=item.priority,
         return_logprob=item.logprob,
+        logprob_start=item.logprob_start,
     )
 
 
