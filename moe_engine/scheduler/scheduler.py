@@ -123,6 +123,7 @@ class Scheduler:
         assert records and records[0].number == number
         self._flying.clear()
         self._to_absorb.clear()
+        self.memory.step += 1  # a worker takes the next number for that of a step behind these, which it does not run
         cause = records[0].alone
         accused, events, num_back = give_up(self.book, records, now)
         self.totals.retractions += num_back

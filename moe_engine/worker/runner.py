@@ -113,6 +113,7 @@ class ModelRunner:
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         self._phase = "idle"
         self._logits_ended = 0.0
+        self._failed: int | None = None  # the step that raised, or was not run, just before
         self._nothing = torch.zeros(0, dtype=torch.int64)
 
     @property
@@ -131,11 +132,20 @@ class ModelRunner:
         return self.launch(plan).take()
 
     def launch(self, plan: StepPlan) -> PendingResult:
-        """Runs a step up to where its results are on their way to the host; on the CPU that is its end."""
+        """Runs a step up to where its results are on their way to the host; on the CPU that is its end.
+
+        The step that was planned behind a failed one, which has the next number, is not run: it relies on slots and
+        lengths that the failed one was to leave in the tables.
+        """
+        failed, self._failed = self._failed, None
+        if failed is not None and plan.number == failed + 1:
+            self._failed = plan.number
+            raise StepError(f"step {plan.number} was planned behind step {failed}, which failed: it was not run")
         try:
             with torch.inference_mode():
                 return self._launch(plan)
         except Exception as error:
+            self._failed = plan.number
             raise StepError(
                 f"step {plan.number}, {self._phase}: {len(plan.rows)} requests ({plan.num_decodes} decodes), "
                 f"{plan.num_tokens} tokens: {type(error).__name__}: {error}"

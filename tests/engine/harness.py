@@ -34,6 +34,7 @@ class Scripted:
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     seed: int = 0
     logprob: bool = False
+    logprob_start: int | None = None
     priority: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """Further fields of `AddRequest`."""
@@ -97,7 +98,7 @@ def add_request(item: Scripted) -> messages.AddRequest:
         seed=item.seed,
         priority=item.priority,
         return_logprob=item.logprob,
-        **item.more,
+        **({"logprob_start": item.logprob_start} | item.more),
     )
 
 

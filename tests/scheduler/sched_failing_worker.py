@@ -1,7 +1,7 @@
 """Workers that fail: at a position of a request, where two requests meet, or once for no reason.
 
-A step that fails may have taken in its plan's rows or not, and leaves rubbish in every slot that it was to write. So
-does the step that was planned behind it.
+A step that fails may have taken in its plan's rows or not, and leaves rubbish in every slot that it was to write. The
+step that was planned behind it is not run.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ class _Failing:
         raise NotImplementedError
 
     def discard(self) -> None:
-        """The steps behind a failed one: they run on rubbish, and nobody reads what they bring."""
-        while self.queue:
-            self._break_next()
+        """The step behind a failed one."""
+        self.queue.clear()
 
     def _break_next(self) -> None:
         raise NotImplementedError
@@ -94,6 +93,10 @@ class FailingWorker(_Failing, FakeWorker):
     def __init__(self, config: SchedulerConfig, poison: Poison) -> None:
         FakeWorker.__init__(self, config)
         self._begin(poison)
+
+    def discard(self) -> None:
+        super().discard()
+        self.touched.clear()
 
     def execute(self) -> StepResult:
         if self._look(self.queue[0]):
@@ -172,13 +175,14 @@ class FailingSimulation(Simulation):
 
     def finish_one(self) -> None:
         assert isinstance(self.worker, _Failing)
-        number = self.worker.queue[0].number
+        number, last = self.worker.queue[0].number, self.worker.queue[-1].number
         try:
             result = self.worker.execute()
         except StepFailed as error:
             self.worker.discard()
             self.take(self.scheduler.step_failed(number, str(error)))
+            assert self.scheduler.memory.step > last, "a worker takes the next number for that of a step behind these"
+            self.worker.last_number = self.scheduler.memory.step  # type: ignore[attr-defined]
             assert self.scheduler.check_integrity() == []
             return
         self.take(self.scheduler.update(result))
-

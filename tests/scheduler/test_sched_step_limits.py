@@ -129,7 +129,7 @@ class Parts:
         if plan.speculation.follow:  # the path of a tree is one longer than its depth
             again = self.config.model.num_nextn_predict_layers - 1
             path = depth + 1 if speculation.topk > 1 else 0
-            counts = [max(count, path if i < plan.num_decodes else 0) for i, count in enumerate(plan.counts)]
+            counts = [max(n, path * (n > 1 and i < plan.num_decodes)) for i, n in enumerate(plan.counts)]
             self.check(sum(counts) + again * len(counts) if again else 0, True)
 
     def check_graphs(self) -> None:

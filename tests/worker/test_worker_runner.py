@@ -114,12 +114,14 @@ def test_a_broken_row_fails_alone_and_stays_in_the_vocabulary() -> None:
 def test_a_failing_step_names_itself_and_the_next_one_runs() -> None:
     worker = Worker(_runner())
     failed = worker.execute(_prompts(41, [_new(0, [4]), _new(1, [1, 14])]))
-    good = worker.execute(_prompts(42, [_new(0, [4])]))
+    behind, good = worker.execute(_prompts(42, [_new(0, [4])])), worker.execute(_prompts(44, [_new(0, [4])]))
     with pytest.raises(StepError, match=r"step 41, running the model: 2 requests \(0 decodes\), 3 tokens: .*launch"):
         failed.result()
+    with pytest.raises(StepError, match="step 42 was planned behind step 41, which failed: it was not run"):
+        behind.result()
     assert good.result().tokens == [[5]]
-    bad_row = worker.execute(StepPlan(43, new_rows=[_new(99, [1])]))
-    with pytest.raises(StepError, match=r"step 43, updating rows: .*row 99 is outside the worker's 8 rows"):
+    bad_row = worker.execute(StepPlan(45, new_rows=[_new(99, [1])]))
+    with pytest.raises(StepError, match=r"step 45, updating rows: .*row 99 is outside the worker's 8 rows"):
         bad_row.result()
     worker.close()
 
