@@ -83,7 +83,8 @@ class PendingLogprobs:
     def take_some(self, accepted: Mapping[int, int]) -> dict[int, PackedLogprobs]:
         """By row of the step, of the tokens accepted[row]: the one drawn there, or a draft below it."""
         arrays, drafts = self._arrays()
-        tokens, chosen = arrays[:2]
+        tokens = arrays[0]
+        chosen = arrays[1] = arrays[1].copy()
         found = {}
         for i, place in enumerate(self.places):
             if place not in accepted:
@@ -96,7 +97,7 @@ class PendingLogprobs:
 
     def _arrays(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Those of `LogprobTensors`, the drafts' apart."""
-        tokens, chosen, top, top_ids, asked, *drafts = (np.array(tensor) for tensor in self.copy.wait())
+        tokens, chosen, top, top_ids, asked, *drafts = (np.asarray(tensor) for tensor in self.copy.wait())
         return [tokens.astype(np.int32), chosen, top_ids.astype(np.int32), top, asked], drafts
 
 
