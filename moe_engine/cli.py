@@ -18,6 +18,7 @@ from moe_engine.errors import ConfigError, InputError, MoeEngineError
 if TYPE_CHECKING:
     from moe_engine.config.args import EngineArgs
     from moe_engine.config.flags import Parser
+    from moe_engine.config.machine import Machine
     from moe_engine.config.resolve import ResolvedConfig
 
 USAGE_ERROR = 2
@@ -47,7 +48,7 @@ try it, without downloading anything:
        -d '{"model": "demo", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
 
 a model of your own; the flags are SGLang's:
-  moe-engine plan --model-path /models/DeepSeek-V2-Lite
+  moe-engine plan --model-path /models/DeepSeek-V2-Lite --hardware h200
   moe-engine serve --model-path /models/DeepSeek-V2-Lite --context-length 8192 --port 30000
 
 `moe-engine COMMAND --help` explains a command's flags."""
@@ -130,17 +131,22 @@ def _serve(argv: Sequence[str], prog: str, explain: bool) -> int:
 
     description = "Prints what `serve` would do and starts nothing." if explain else "Serves a model over HTTP."
     parser = _engine_parser(prog, description, PLAN_EPILOG if explain else SERVE_EPILOG)
-    if not explain:
+    if explain:
+        parser.add_argument(
+            "--hardware", metavar="[Nx]GPU", help="plan for GPUs that are not here: h200, or 8xH200 for eight of them"
+        )
+    else:
         parser.add_argument("--explain", action="store_true", help="print what would run and why, then exit")
     parser.add_argument("--json", action="store_true", help="print JSON" if explain else "with --explain: print JSON")
     values = parse_flags(parser, argv)
     as_json = _pop_switch(values, "json")
     explain = _pop_switch(values, "explain") or explain
+    machine = _machine(values)
     args = EngineArgs.from_kwargs(**values)
     if args.model.model_path is None:
         print("no --model-path: using the small model embedded in this package", file=sys.stderr)
     if explain:
-        return _explain(args, as_json)
+        return _explain(args, as_json, machine)
     if as_json:
         raise ConfigError("--json belongs to --explain")
     from moe_engine.server.stop import sigterm_exits
@@ -151,13 +157,26 @@ def _serve(argv: Sequence[str], prog: str, explain: bool) -> int:
         return int(launch.serve(args))
 
 
-def _explain(args: EngineArgs, as_json: bool) -> int:
+def _machine(values: dict[str, Any]) -> Machine | None:
+    """The one that --hardware names; the launch is then for GPUs."""
+    from moe_engine.config.hardware import parse_hardware
+
+    text = values.pop("hardware", None)
+    if text is None:
+        return None
+    if values.setdefault("device", "cuda") != "cuda":
+        raise ConfigError(f"--hardware {text} names GPUs, and --device is {values['device']}; drop one")
+    return parse_hardware(text)
+
+
+def _explain(args: EngineArgs, as_json: bool, machine: Machine | None = None) -> int:
     from moe_engine.config import explain
     from moe_engine.config.launch_plan import choose_backends, place_in_cluster, prepare
     from moe_engine.kernels.device import probe
 
-    config = prepare(args, place=place_in_cluster())
-    choices = choose_backends(config, probe(config.device))
+    config = prepare(args, machine, place=place_in_cluster())
+    device = config.machine.kernel_device if machine is not None else probe(config.device)
+    choices = choose_backends(config, device)
     if as_json:
         print(json.dumps(explain.explain_json(config, choices), indent=2))
     else:

@@ -81,9 +81,9 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
 def _machine(setting: Setting) -> Machine:
     """Asked for in a process of its own: the compilers are forked, which a process that uses a GPU cannot be."""
     if setting.kind == "cpu":
-        from moe_engine.compile_kernels.targets import TARGETS
+        from moe_engine.config.hardware import GPUS
 
-        return TARGETS["h200"].machine
+        return GPUS["h200"].machine()
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(probe_machine, (setting.kind,))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_engine.compile_kernels.targets import TARGETS, Target
+from moe_engine.config.hardware import GPU, GPUS
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.triton.availability import installed
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=f"{prog} --output DIR [--gpu NAME] [serve's flags]",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", help="folder of the compiled kernels; added to what is there")
-    parser.add_argument("--gpu", choices=sorted(TARGETS), help="what to compile for (default: h200)")
+    parser.add_argument("--gpu", choices=sorted(GPUS), help="what to compile for (default: h200)")
     values = parse_flags(parser, argv)
     output, gpu = values.pop("output", None), values.pop("gpu", None) or "h200"
     if output is None:
@@ -52,16 +52,16 @@ def main(argv: Sequence[str], prog: str) -> int:
         raise ConfigError("compile needs triton, which is not installed: pip install 'triton>=3.6'")
     values["device"] = "cuda"
     args = EngineArgs.from_kwargs(**values)
-    return _compile(args, TARGETS[gpu], Path(output))
+    return _compile(args, GPUS[gpu], Path(output))
 
 
-def _compile(args: Any, target: Target, output: Path) -> int:
+def _compile(args: Any, target: GPU, output: Path) -> int:
     from moe_engine.compile_kernels.exercise import exercise
     from moe_engine.compile_kernels.other_rows import build_triton
     from moe_engine.config.launch_plan import choose_backends, prepare
     from moe_engine.kernels.triton.absent_device import absent_device
 
-    config = prepare(args, target.machine)
+    config = prepare(args, target.machine())
     choices = choose_backends(config, target.device)
     for choice in choices:
         print(f"{choice.family:9} {choice.row.name}: {choice.reason}", file=sys.stderr)
@@ -92,7 +92,7 @@ def _progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _write_index(file: Path, config: ResolvedConfig, target: Target, reports: list[AotReport]) -> None:
+def _write_index(file: Path, config: ResolvedConfig, target: GPU, reports: list[AotReport]) -> None:
     """What the folder is for, beside the kernels."""
     from dataclasses import asdict
     from importlib.metadata import version

@@ -151,18 +151,24 @@ def _sizes(
     flags = args.graphs
     if flags.cuda_graph_bs_decode is not None:
         return tuple(map(int, flags.cuda_graph_bs_decode.split()))
-    largest = flags.cuda_graph_max_bs_decode
-    if largest is None:
-        many = parallel.topology.tp_size >= 4
-        steps = (row[1 + many] for row in MAX_SIZES if machine.total_bytes < row[0] * GB)
-        largest = next(steps, LARGEST)
-    largest = min(largest, most)
+    largest = min(largest_size(args, machine, parallel), most)
     if largest < 1:
         return ()
     known = graph_sizes(largest, limits.drafts)
     if flags.disable_cuda_graph_padding:
         known |= set(range(1, min(largest, RECORDED_EXACTLY) + 1))
     return tuple(sorted(known))
+
+
+def largest_size(args: EngineArgs, machine: Machine, parallel: ParallelPlan) -> int:
+    """Requests of the largest step to be recorded, whether so many run or not."""
+    flags = args.graphs
+    if flags.cuda_graph_bs_decode is not None:
+        return int(flags.cuda_graph_bs_decode.split()[-1])
+    if flags.cuda_graph_max_bs_decode is not None:
+        return flags.cuda_graph_max_bs_decode
+    many = parallel.topology.tp_size >= 4
+    return next((row[1 + many] for row in MAX_SIZES if machine.total_bytes < row[0] * GB), LARGEST)
 
 
 def graph_sizes(largest: int, drafts: bool) -> set[int]:

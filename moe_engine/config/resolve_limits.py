@@ -13,6 +13,7 @@ from moe_engine.config.decisions import Record
 from moe_engine.config.dispatch_memory import dispatch_bytes
 from moe_engine.config.ledger import gb
 from moe_engine.config.machine import Machine
+from moe_engine.config.resolve_graphs import largest_size
 from moe_engine.config.resolve_parallel import ParallelPlan
 from moe_engine.config.step_limits import LowLatency, StepLimits
 from moe_engine.errors import ConfigError
@@ -178,7 +179,7 @@ def _with_capacity(launch: _Launch, limits: StepLimits, chunk: _Size, running: _
             wide, chunk=wide.chunk if chunk.asked else launch.page_size, running=wide.running if running.asked else 1
         )
         least = max(least, flags_alone.low_latency_tokens)
-    found = wide.low_latency_tokens
+    found = _worth_while(launch, wide)
     nothing = launch.buffers(replace(wide, dispatch_limit=1))
     while found > least and launch.buffers(replace(wide, dispatch_limit=found)) - nothing > _affordable(launch):
         found = max(least, found // 2)
@@ -186,6 +187,15 @@ def _with_capacity(launch: _Launch, limits: StepLimits, chunk: _Size, running: _
     return replace(
         limits, dispatch_limit=max(1, found // sizes.multiple) * sizes.multiple, dispatch_multiple=sizes.multiple
     )
+
+
+def _worth_while(launch: _Launch, limits: StepLimits) -> int:
+    """Tokens of a rank that steps bring which are better off in low latency. Devices send and compute whole buffers,
+    used or not: there these are the steps that can be recorded."""
+    if limits.low_latency == "always" or launch.machine.device == "cpu":
+        return limits.low_latency_tokens
+    recorded = largest_size(launch.args, launch.machine, launch.parallel)
+    return replace(limits, running=min(limits.running, recorded)).low_latency_tokens
 
 
 def _affordable(launch: _Launch) -> int:
@@ -258,10 +268,16 @@ def _carried_chunk(launch: _Launch, limits: StepLimits, chunk: _Size) -> _Size:
 
 def _note_capacity(launch: _Launch, limits: StepLimits, record: Record) -> None:
     """What was chosen; and where decode steps may be larger, which mode these take."""
-    found, decodes = limits.low_latency_tokens, limits.of_a_rank(limits.running * limits.tokens_each)
+    found, each = limits.low_latency_tokens, limits.tokens_each
+    requests = limits.running
+    if limits.low_latency == "decode" and launch.machine.device != "cpu":
+        requests = min(requests, largest_size(launch.args, launch.machine, launch.parallel))
+    decodes = limits.of_a_rank(requests * each)
     if launch.asked_capacity is None:
         shared = f" shared by {limits.ranks} ranks" if limits.ranks > 1 else ""
-        reason = f"{limits.running} requests of {limits.tokens_each} tokens{shared}"
+        reason = f"{requests} requests of {each} tokens{shared}"
+        if requests < limits.running:
+            reason = f"the largest step that is recorded, {reason}"
         if limits.low_latency == "always" and found > decodes:
             reason = f"steps of {limits.forward_tokens} tokens{shared}"
         most = launch.fixed_sizes.most
@@ -273,6 +289,6 @@ def _note_capacity(launch: _Launch, limits: StepLimits, record: Record) -> None:
     if limits.low_latency == "decode" and found < decodes and launch.machine.device != "cpu":
         record.remark(
             f"decode steps of more than {found * limits.ranks} tokens in an attention group take the normal mode of "
-            f"{launch.row.name}, where the host waits and no CUDA graph is replayed: --max-running-requests allows "
-            f"{limits.running * limits.tokens_each} (--max-dispatch-tokens-per-rank {found})"
+            f"{launch.row.name}, where the host waits and no CUDA graph is replayed (--max-dispatch-tokens-per-rank "
+            f"{found}); {requests} requests bring {requests * each}"
         )

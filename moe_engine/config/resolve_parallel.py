@@ -201,7 +201,7 @@ def _check_devices(flags: ParallelArgs, plan: ParallelPlan, num_devices: int | N
         raise ConfigError(
             f"this node's GPUs would be {flags.base_gpu_id} to {last} (--tp-size and --dp-size ask for "
             f"{plan.ranks_per_node} here, --base-gpu-id {flags.base_gpu_id}, --gpu-id-step {flags.gpu_id_step}), and "
-            f"torch sees {num_devices}, numbered from 0"
+            f"this machine has {num_devices}, numbered from 0"
         )
 
 

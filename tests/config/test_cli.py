@@ -80,6 +80,37 @@ def test_verdicts_of_doctor_cannot_be_misread(capsys):
     assert all(verdict == "runs" or verdict.startswith("does not run: ") for verdict in verdicts)
 
 
+def test_plan_for_gpus_that_are_not_here(capsys, model_dir):
+    """Every decision is that of such a machine; what is shown of recorded steps is what is recorded."""
+    flags = ["plan", "--model-path", str(model_dir(V3)), "--load-format", "dummy", "--tp", "8", "--attn-dp-size", "8"]
+    flags += ["--moe-a2a-backend", "all_to_all", "--speculative-algorithm", "NEXTN"]
+    code, out, _ = run(capsys, *flags, "--hardware", "8xH200", "--json", "--max-dispatch-tokens-per-rank", "100")
+    found = json.loads(out)
+    values = found["values"]
+    assert code == 0 and found["machine"]["total_bytes"] == 141 * 10**9 and found["machine"]["num_devices"] == 8
+    sizes = [int(size) for size in values["cuda_graph_bs_decode"]["value"].split()]
+    assert sizes[-1] == 25 and "100 tokens a rank, 25 requests of 4" in values["cuda_graph_bs_decode"]["reason"]
+    assert any("decode steps of more than 100 tokens" in note for note in found["notes"])
+    assert "deep_gemm" in {**found["kernels"][1]["refused"], found["kernels"][1]["backend"]: ""}
+    for hardware, words in (
+        ("2xh200", "this machine has 2"),
+        ("h900", "--hardware h900: must be one of h100"),
+        ("0xh200", "--hardware 0xh200"),
+        ("h200 --device cpu", "--device is cpu"),
+    ):
+        code, out, err = run(capsys, *flags, "--hardware", *hardware.split())
+        assert code == 2 and words in err, (hardware, err)
+    code, out, err = run(capsys, "serve", "--hardware", "h200")
+    assert code == 2 and "--hardware: unknown flag" in err
+
+
+def test_a_plan_for_gpus_imports_no_torch(model_dir):
+    argv = ["plan", "--model-path", str(model_dir()), "--load-format", "dummy", "--hardware", "h200"]
+    code = LOADED_TORCH.format(argv=argv)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "False 0", done.stderr
+
+
 def test_demo_and_doctor(capsys):
     code, out, _ = run(capsys, "demo")
     assert code == 0 and out.strip().endswith("checkpoint")

@@ -70,8 +70,31 @@ def test_every_rank_has_a_gpu(models, flags: dict[str, Any], needed: int) -> Non
     args = EngineArgs.from_kwargs(**flags)
     for seen in (None, needed):
         resolve_parallel(args, models["eight"], "cuda", None, Record(), num_devices=seen)
-    with pytest.raises(ConfigError, match=f"torch sees {needed - 1}"):
+    with pytest.raises(ConfigError, match=f"this machine has {needed - 1}"):
         resolve_parallel(args, models["eight"], "cuda", None, Record(), num_devices=needed - 1)
+
+
+# -- flags with nothing to do
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "why"),
+    [
+        ({}, "cpu", "a model on one rank"),
+        ({"tp": 2}, "cuda", "GPUs sum by NCCL"),
+        ({"dp": 2}, "cpu", "a model on one rank"),
+        ({"tp": 2}, "cpu", None),
+    ],
+)
+def test_who_sums_through_shared_memory(models, flags: dict[str, Any], device: str, why: str | None) -> None:
+    record = Record()
+    args = EngineArgs.from_kwargs(disable_custom_all_reduce=True, **flags)
+    resolve_parallel(args, models["small"], device, None, record)
+    if why is None:
+        assert not record.remarks
+    else:
+        (note,) = record.remarks
+        assert note.startswith("--disable-custom-all-reduce: nothing to do (") and why in note
 
 
 # -- what resolves

@@ -17,8 +17,8 @@ from triton import knobs
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS
 from moe_engine.compile_kernels.exercise import exercise
 from moe_engine.compile_kernels.other_rows import build_triton
-from moe_engine.compile_kernels.targets import TARGETS
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.hardware import GPUS
 from moe_engine.config.launch_plan import choose_backends, prepare
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.triton_experts import TritonExperts
@@ -130,7 +130,7 @@ def reachable(cache: str) -> Any:
         folder = Path(cache, name)
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
-        target = TARGETS["h200"]
+        target = GPUS["h200"]
         args = EngineArgs.from_kwargs(
             model_path=str(folder), load_format="dummy", device="cuda", max_running_requests=200, context_length=4096,
             chunked_prefill_size=1500, **flags,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_engine.cli import main
-from moe_engine.compile_kernels.targets import TARGETS
+from moe_engine.config.hardware import GPUS
 from moe_engine.kernels.step_ladder import ladder, step_sizes
 
 pytest.importorskip("triton", reason="needs triton")
@@ -65,4 +65,4 @@ def test_steps_reach_every_size_and_the_largest():
 def test_targets_have_shared_memory_limits():
     from moe_engine.kernels.triton.aot import SHARED_LIMIT
 
-    assert {target.arch for target in TARGETS.values()} <= set(SHARED_LIMIT)
+    assert {target.arch for target in GPUS.values()} <= set(SHARED_LIMIT)
