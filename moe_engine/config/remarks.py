@@ -22,7 +22,7 @@ DEPENDENTS = {
 }
 """Flag -> the flag without which it does nothing."""
 
-BETWEEN_RANKS = ("moe_a2a_backend", "enable_deepep_moe", "enable_ep_moe", "disable_custom_all_reduce")
+BETWEEN_RANKS = ("moe_a2a_backend", "enable_deepep_moe", "enable_ep_moe")
 OF_DISPATCH = ("deepep_mode", "max_dispatch_tokens_per_rank")
 OF_GPUS = ("base_gpu_id", "gpu_id_step")
 

@@ -177,10 +177,12 @@ def _check_enough_ranks(flags: ParallelArgs, attn_dp: int, ep_size: int, nodes: 
 
 def _remark_all_reduce(flags: ParallelArgs, plan: ParallelPlan, device: str, record: Record) -> None:
     """--disable-custom-all-reduce acts on CPU ranks that share a host and sum anything."""
-    if not flags.disable_custom_all_reduce or plan.topology.tp_size == 1:  # of one rank, `remarks` says so
+    if not flags.disable_custom_all_reduce:
         return
     why = None
-    if device != "cpu":
+    if plan.topology.tp_size == 1:
+        why = "a model on one rank sums nothing over ranks"
+    elif device != "cpu":
         why = "GPUs sum by NCCL either way"
     elif plan.coverage is not None:
         why = "ranks of --elastic-ep meet only where tokens travel to experts"
