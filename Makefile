@@ -26,10 +26,10 @@ $(BIN)/python:
 # it by another. setuptools is pinned too, and builds moe-engine in this environment rather than in an isolated one.
 $(STAMP_SERVE): pyproject.toml constraints.txt tools/install_torch.sh | $(BIN)/python
 	@echo "installing moe-engine into $(VENV) ..."
+	$(PIP) install -c constraints.txt setuptools
 	@sh tools/install_torch.sh $(BIN)/python constraints.txt $(TORCH)
 	@sed "s/^torch==.*/$$($(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')/" \
 		constraints.txt > $(CONSTRAINTS)
-	$(PIP) install -c $(CONSTRAINTS) setuptools
 	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e .
 	@$(BIN)/python -m moe_engine.kernels.cpu
 	@touch $@
