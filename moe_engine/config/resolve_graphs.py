@@ -76,7 +76,7 @@ def resolve_graphs(
 def note_graphs(
     args: EngineArgs, graphs: GraphSettings, machine: Machine, limits: StepLimits, running: int, record: Record
 ) -> None:
-    """The sizes that are recorded, and why none is larger; flags that asked for more are told so.
+    """Notes the sizes that are recorded and why none is larger, and remarks on flags that ask for more.
 
     Args:
         graphs: without sizes that no step will have.

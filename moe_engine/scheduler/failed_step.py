@@ -32,9 +32,8 @@ def give_up(
     for record in reversed(records):
         _take_back(record)
     passed = [(r, failed.prompt_spans[row][1], True) for row, r in failed.prefilled.items()]
-    passed += [
-        (r, r.num_computed + 2, False) for r in failed.decoded
-    ]  # once more as a prompt's token, once as a decode
+    # what failed as a decode comes again as the end of a prompt, and then there is another decode
+    passed += [(r, r.num_computed + 2, False) for r in failed.decoded]
     memory.retire(memory.step)
     events = book.end_aborting(now)
     in_rows = [request for request in book.live.values() if request.row >= 0]
@@ -50,7 +49,7 @@ def give_up(
 
 
 def resend(book: RequestBook, records: Sequence[StepRecord]) -> None:
-    """What the plans told the worker of rows goes out again with the next one."""
+    """Rows that the plans gave up, and slots that they re-pointed, go out again with the next plan."""
     given_up = [row for record in records for row in record.finished_rows]
     book.finished_rows = list(dict.fromkeys([*given_up, *book.finished_rows]))
     rows = {request.row for request in book.live.values()}

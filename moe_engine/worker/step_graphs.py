@@ -95,12 +95,14 @@ class _Inputs:
         queries = batch.attention.decode if batch is not None else None
         if batch is not None and queries is not None:
             num_tokens, num_requests = queries.num_tokens, queries.num_requests
+        used_requests, used_tokens = self._used
+        self._used = (max(used_requests, num_requests), max(used_tokens, num_tokens))  # should a copy raise
+        if batch is not None and queries is not None:
             self.input_ids[:num_tokens].copy_(batch.input_ids)
             self.positions[:num_tokens].copy_(batch.positions)
             self.slots[:num_tokens].copy_(batch.slots)
             self.rows[:num_requests].copy_(queries.rows)
             self.context_lens[:num_requests].copy_(queries.context_lens_device)
-        used_requests, used_tokens = self._used
         if used_tokens > num_tokens:
             for buffer in (self.input_ids, self.positions, self.slots):
                 buffer[num_tokens:used_tokens].zero_()

@@ -151,14 +151,16 @@ class Broken:
 
     def __call__(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("the device is broken")
 
 
-def test_a_device_that_is_gone_ends_the_engine(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_broken_ends_the_engine(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken()
     monkeypatch.setattr(engine.worker.runner, "_launch", broken)
     script = [Scripted(f"r{i}", [1 + i] * 5, 5) for i in range(6)]
-    with pytest.raises(RuntimeError, match=r"none worked between them; the last: step \d+ failed.*the device is gone"):
+    with pytest.raises(
+        RuntimeError, match=r"none worked between them; the last: step \d+ failed.*the device is broken"
+    ):
         engine.run(script)
     assert len(broken.plans) < 12
 

@@ -155,13 +155,13 @@ def _forget_first(rows: dict[int, Any], plan: StepPlan) -> None:
     """A worker does not mind a row that is given up twice, or one that a failed step had entered."""
     for new in plan.new_rows:
         if new.row not in plan.finished_rows:
-            assert new.row not in rows, "a row was taken that nobody gave up"
+            assert new.row not in rows, "a row was taken that was not given up"
     for row in plan.finished_rows:
         rows.setdefault(row, None)
 
 
 class FailingSimulation(Simulation):
-    """Tells the scheduler of steps that fail, as the core does; `status` of the requests that ended badly."""
+    """Hands failed steps to the scheduler, as the core does. `status`: of the requests that ended badly."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.status: dict[str, int | None] = {}

@@ -133,7 +133,7 @@ class Parts:
             self.check(sum(counts) + again * len(counts) if again else 0, True)
 
     def check_graphs(self) -> None:
-        """Every recorded step is a decode that the device's dispatcher carries without a wait; all are told."""
+        """Every recorded step is a decode that the device's dispatcher carries without a wait, and is shown."""
         graphs, values = self.config.graphs, self.config.flat()
         if not graphs.sizes:
             return

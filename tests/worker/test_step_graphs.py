@@ -33,7 +33,7 @@ from moe_engine.worker.graph_setup import record_steps
 from moe_engine.worker.kv_pool import KVPool, KVSpec
 from moe_engine.worker.logits_passes import LogitsPasses
 from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner
+from moe_engine.worker.runner import ModelRunner, StepError
 from moe_engine.worker.step_graphs import CaptureError, StepGraphs, StepShape
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
@@ -242,6 +242,25 @@ def test_padding_leaves_nothing_of_larger_steps_behind() -> None:
         assert batch.slots.tolist() == [9 + i for i in range(count)] + [0] * (4 - count)
         assert queries.context_lens == queries.context_lens_device.tolist() == [4] * count + [1] * (4 - count)
         assert queries.rows.tolist() == list(range(count)) + [0] * (4 - count)
+
+
+def test_a_step_that_fails_while_it_is_copied_leaves_nothing_behind() -> None:
+    """Padded tokens write to slot 0 afterwards, not where the failed step would have written."""
+    runner, model, _ = _runner(GraphSettings((4,)))
+    runner.execute(_decodes(1))
+    build = runner.builder.build
+
+    def broken(plan: StepPlan) -> Any:
+        batch = build(plan)
+        return replace(batch, slots=torch.cat((batch.slots, batch.slots)))
+
+    runner.builder.build = broken  # type: ignore[method-assign]
+    with pytest.raises(StepError):
+        runner.execute(_decodes(4))
+    runner.builder.build = build  # type: ignore[method-assign]
+    runner.execute(replace(_decodes(1), number=9))
+    batch = model.batches[-1]
+    assert batch.positions.tolist() == [3, 0, 0, 0] and batch.slots.tolist() == [9, 0, 0, 0]
 
 
 def test_passes_that_somebody_watches_are_not_replayed() -> None:
