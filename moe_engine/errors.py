@@ -39,5 +39,13 @@ class CheckpointError(ConfigError):
     """A tensor or file of a checkpoint is missing, truncated or of the wrong shape."""
 
 
+class StepError(MoeEngineError):
+    """A step failed; says which, where in it, and how much it was to compute. The cause is chained."""
+
+
+class StepNotRun(StepError):
+    """A step was planned behind a failed one, whose error has been raised before."""
+
+
 class EngineDeadError(MoeEngineError):
     """A process of the engine is gone; names it. Running requests get this instead of silence."""

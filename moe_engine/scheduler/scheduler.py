@@ -121,9 +121,7 @@ class Scheduler:
         """
         now, records = self._clock(), list(self._flying)
         assert records and records[0].number == number
-        self._flying.clear()
-        self._to_absorb.clear()
-        self.memory.step += 1  # a worker takes the next number for that of a step behind these, which it does not run
+        self._forget_flying()
         cause = records[0].alone
         accused, events, num_back = give_up(self.book, records, now)
         self.totals.retractions += num_back
@@ -139,6 +137,12 @@ class Scheduler:
         self._rest_if_idle()
         return events
 
+    def _forget_flying(self) -> None:
+        """Skips a step number: the worker does not run the step whose number follows that of a failed one."""
+        self._flying.clear()
+        self._to_absorb.clear()
+        self.memory.step += 1
+
     @property
     def is_broken(self) -> bool:
         """Whether so many steps failed, of different requests alone, that the requests are not the reason."""
@@ -150,8 +154,7 @@ class Scheduler:
         Returns the ends of requests that were to be aborted.
         """
         now = self._clock()
-        self._flying.clear()
-        self._to_absorb.clear()
+        self._forget_flying()
         events = self.book.end_aborting(now)
         self.totals.retractions += self.book.num_running
         self.book.start_over()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError
+from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError, StepNotRun
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.rank_progress import Progress
 
@@ -56,7 +56,8 @@ class Regroups(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank cannot go on. `peer_lost`: only the echo of another rank's end; `config_error`: the user's to mend."""
+    """Why a rank cannot go on. `peer_lost`: the fault is another rank's, or was reported before; `config_error`: the
+    user's to mend."""
 
     message: str
     peer_lost: bool = False
@@ -68,7 +69,7 @@ class Failure:
 
         message = str(error) if isinstance(error, MoeEngineError) else f"{type(error).__name__}: {error}"
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, PeerLost):
+        while cause is not None and not isinstance(cause, PeerLost | StepNotRun):
             cause = cause.__cause__
         return cls(message, cause is not None, isinstance(error, ConfigError))
 

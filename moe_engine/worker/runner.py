@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_engine.errors import MoeEngineError
+from moe_engine.errors import StepError, StepNotRun
 from moe_engine.kernels.attention.drafting import JudgedChains
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.sampling.protocol import SamplingKernel
@@ -36,10 +36,6 @@ from moe_engine.worker.step_graphs import StepGraphs, StepShape
 from moe_engine.worker.step_sampling import Passes, StepSampling
 
 RUNNING = "running the model"
-
-
-class StepError(MoeEngineError):
-    """A step failed; says which, where in it, and how much it was to compute. The cause is chained."""
 
 
 class PendingResult(Protocol):
@@ -140,7 +136,7 @@ class ModelRunner:
         failed, self._failed = self._failed, None
         if failed is not None and plan.number == failed + 1:
             self._failed = plan.number
-            raise StepError(f"step {plan.number} was planned behind step {failed}, which failed: it was not run")
+            raise StepNotRun(f"step {plan.number} was planned behind step {failed}, which failed: it was not run")
         try:
             with torch.inference_mode():
                 return self._launch(plan)

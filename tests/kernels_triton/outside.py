@@ -135,7 +135,7 @@ def reachable(cache: str) -> Any:
             model_path=str(folder), load_format="dummy", device="cuda", max_running_requests=200, context_length=4096,
             chunked_prefill_size=1500, **flags,
         )  # fmt: skip
-        launch = prepare(args, target.machine)
+        launch = prepare(args, target.machine())
         backends = build_triton(choose_backends(launch, target.device))
         others = [StepSize(0, 1, 0, tokens) for tokens in (*range(1, 100, 3), *range(100, 1500, 67))]
         others += [StepSize(decodes, 1, 777) for decodes in range(1, 200, 13)]

@@ -14,12 +14,11 @@ from unittest.mock import Mock
 import pytest
 
 from moe_engine.engine.ranks.plan_channel import PlanReceiver, PlanSender, Step, Stop
-from moe_engine.errors import CheckpointError, EngineDeadError
+from moe_engine.errors import CheckpointError, EngineDeadError, StepError, StepNotRun
 from moe_engine.parallel.collectives import PeerLost
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
 from moe_engine.worker.rank_group import MAX_AHEAD, RankGroupWorker, RankLost, Survivors
 from moe_engine.worker.rank_progress import Progress
-from moe_engine.worker.runner import StepError
 
 
 def random_plan(rng: random.Random, number: int) -> StepPlan:
@@ -160,17 +159,22 @@ def test_a_verdict_ends_steps_that_hang(sender: PlanSender) -> None:
 
 
 def test_a_failed_step_waits_for_the_verdict(sender: PlanSender) -> None:
-    watch, local, failed = Watch(), LocalWorker(), Future[StepResult]()
-    local.execute = lambda plan: failed  # type: ignore[method-assign]
-    future = RankGroupWorker(local, sender, watch, Progress()).execute(StepPlan(5))
+    """So does the step planned behind it, which was not run: it is no failure of this rank."""
+    watch, local, steps = Watch(), LocalWorker(), [Future[StepResult](), Future[StepResult]()]
+    local.execute = lambda plan: steps[plan.number - 5]  # type: ignore[method-assign]
+    worker = RankGroupWorker(local, sender, watch, Progress())
+    futures = [worker.execute(StepPlan(5)), worker.execute(StepPlan(6))]
     try:
         raise StepError("step 5") from PeerLost("all_gather failed")
     except StepError as error:
-        failed.set_exception(error)
-    assert watch.failures == [(0, "step 5", True)] and not future.done()
+        steps[0].set_exception(error)
+    steps[1].set_exception(StepNotRun("step 6"))
+    assert watch.failures == [(0, "step 5", True), (0, "step 6", True)]
+    assert not any(future.done() for future in futures)
     watch.lose()
-    with pytest.raises(RankLost):
-        future.result(0)
+    for future in futures:
+        with pytest.raises(RankLost):
+            future.result(0)
 
 
 def test_who_cannot_go_on_without_a_lost_rank_says_which(sender: PlanSender) -> None:

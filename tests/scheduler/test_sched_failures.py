@@ -14,8 +14,8 @@ from test_sched_simulation import configs
 from test_sched_speculation import speculations
 
 from moe_engine.errors import InputError
-from moe_engine.scheduler import SchedulerConfig
-from moe_engine.types import Request, SpeculationConfig
+from moe_engine.scheduler import Scheduler, SchedulerConfig
+from moe_engine.types import Request, SpeculationConfig, StepPlan
 
 
 def fill(rng: random.Random, config: SchedulerConfig, count: int) -> list[Request]:
@@ -187,3 +187,14 @@ def test_a_failed_step_may_have_lost_what_it_told_of_other_rows(seed: int) -> No
     sim.check_end()
     failed = next(plan for plan in sim.plans if plan.row_writes)
     assert len(failed.rows) == 1 and sim.status == {"bad": 500}
+
+
+def test_no_step_after_a_start_over_has_the_number_behind_a_failed_one() -> None:
+    """Ranks were lost in the last step, which failed: its worker would not run the step with the next number."""
+    scheduler = Scheduler(SchedulerConfig(num_slots=400, context_len=100, max_rows=8))
+    scheduler.add(make_request("a", [3] * 9, 30))
+    first = scheduler.schedule()
+    scheduler.start_over()
+    again = scheduler.schedule()
+    assert isinstance(first, StepPlan) and isinstance(again, StepPlan)
+    assert again.number > first.number + 1

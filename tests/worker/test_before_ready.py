@@ -120,8 +120,14 @@ def test_gauges_sum_over_schedulers() -> None:
     health = SimpleNamespace(alive=True, num_running=1, num_waiting=0, num_used_tokens=5)
     client: Any = SimpleNamespace(health=lambda: health, healths=lambda: [health, health])
     info: Any = SimpleNamespace(
-        max_total_num_tokens=10, max_running_requests=4, page_size=1, context_len=9, weight_bytes=0, kv_bytes=0,
-        model_type="m", dtype="float32",
+        max_total_num_tokens=10,
+        max_running_requests=4,
+        page_size=1,
+        context_len=9,
+        weight_bytes=0,
+        kv_bytes=0,
+        model_type="m",
+        dtype="float32",
     )
     assert set(vars(info)) <= set(EngineInfo.__dataclass_fields__)
     states = [{"is_cuda_graph": 1, "compilations_after_ready": 2}, {"is_cuda_graph": 0, "compilations_after_ready": 1}]

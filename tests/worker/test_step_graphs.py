@@ -13,6 +13,7 @@ import torch
 from fake_graphs import FakeGraphs, ReplayableTorch
 
 from benchmarks.stub_model import StubAttention, stub_runner
+from moe_engine.errors import StepError
 from moe_engine.kernels.attention.protocol import Replayable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.context import ParallelContext
@@ -33,7 +34,7 @@ from moe_engine.worker.graph_setup import record_steps
 from moe_engine.worker.kv_pool import KVPool, KVSpec
 from moe_engine.worker.logits_passes import LogitsPasses
 from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner, StepError
+from moe_engine.worker.runner import ModelRunner
 from moe_engine.worker.step_graphs import CaptureError, StepGraphs, StepShape
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint

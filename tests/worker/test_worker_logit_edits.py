@@ -222,9 +222,7 @@ def test_scratch_memory_is_what_the_ledger_holds(monkeypatch: pytest.MonkeyPatch
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    counts=st.lists(st.integers(0, 5), min_size=1, max_size=8), most=st.integers(1, 7), banned=st.booleans()
-)
+@given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=8), most=st.integers(1, 7), banned=st.booleans())
 def test_biases_come_in_pieces_that_are_bounded(counts: list[int], most: int, banned: bool) -> None:
     edits = [(row, np.arange(count), np.full(count, row, dtype=np.float32)) for row, count in enumerate(counts)]
     with pytest.MonkeyPatch.context() as patch:

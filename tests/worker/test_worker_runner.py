@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.stub_model import StubAttention, stub_runner
-from moe_engine.errors import ConfigError
+from moe_engine.errors import ConfigError, StepError, StepNotRun
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
@@ -21,7 +21,7 @@ from moe_engine.worker import kernel_choice
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_pool import KVPool, KVSpec
 from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner, StepError
+from moe_engine.worker.runner import ModelRunner
 from moe_engine.worker.sampler import INVALID_TOKEN
 from moe_engine.worker.worker import Worker
 from tests.lines_run import lines_run
@@ -117,7 +117,7 @@ def test_a_failing_step_names_itself_and_the_next_one_runs() -> None:
     behind, good = worker.execute(_prompts(42, [_new(0, [4])])), worker.execute(_prompts(44, [_new(0, [4])]))
     with pytest.raises(StepError, match=r"step 41, running the model: 2 requests \(0 decodes\), 3 tokens: .*launch"):
         failed.result()
-    with pytest.raises(StepError, match="step 42 was planned behind step 41, which failed: it was not run"):
+    with pytest.raises(StepNotRun, match="step 42 was planned behind step 41, which failed: it was not run"):
         behind.result()
     assert good.result().tokens == [[5]]
     bad_row = worker.execute(StepPlan(45, new_rows=[_new(99, [1])]))
