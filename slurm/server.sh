@@ -3,18 +3,14 @@
 
 : "${PORT:=30000}"
 : "${RANKS_PER_NODE:=${SLURM_GPUS_ON_NODE:-1}}"
-: "${REPLICAS:=1}"
 
-# start_server FLAGS...: the layout for DeepSeek's models over all ranks, or over those of each of REPLICAS, then the user's
-# flags, of which the last counts. Which node is which, `moe-engine serve` reads from the step's environment.
+# start_server FLAGS...: the layout for DeepSeek's models over all ranks, then the user's flags, of which the last counts.
+# Which node is which, `moe-engine serve` reads from the step's environment.
 start_server() {
-  local ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE / REPLICAS)) layout=()
+  local ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) layout=()
   if ((ranks > 1)); then
     layout=(--tp-size "$ranks" --attn-dp-size "$ranks" --ep-size "$ranks" --moe-a2a-backend auto
       --moe-dense-tp-size 1 --enable-dp-lm-head)
-  fi
-  if ((REPLICAS > 1)); then
-    layout+=(--dp-size "$REPLICAS")
   fi
   start_step "$MOE_ENGINE" serve --host 0.0.0.0 --port "$PORT" "${layout[@]}" "$@"
 }

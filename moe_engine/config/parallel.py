@@ -26,8 +26,8 @@ class ParallelArgs:
     )
     dp_size: int = flag(
         1,
-        "Independent replicas of the model, each on --tp-size ranks of its own, behind one front end; with --nnodes "
-        "inside one node each, or over several whole ones. With --enable-dp-attention: the same as --attn-dp-size.",
+        "Independent replicas of the model, each on --tp-size ranks of its own, behind one front end, on one "
+        "machine. With --enable-dp-attention: the same as --attn-dp-size.",
         aliases=("--data-parallel-size", "--dp"),
         metavar="N",
     )

@@ -27,11 +27,9 @@ class NodeRankError(ConfigError):
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Who computes. `topology` is one replica's, nodes included; replicas are alike. They lie on the nodes in order,
-    each inside one or over several whole ones.
+    """Who computes. `topology` is one replica's; replicas are alike and share one machine.
 
     Attributes:
-        num_nodes: of all replicas together.
         leader_address: HOST:PORT of node 0; None on one node.
         dispatch: the backend that moves tokens to experts and its modes; None where all ranks see all tokens.
         dispatch_fp8: tokens travel in FP8.
@@ -40,7 +38,6 @@ class ParallelPlan:
 
     topology: Topology = ONE_RANK
     num_replicas: int = 1
-    num_nodes: int = 1
     node_rank: int = 0
     leader_address: str | None = None
     dispatch: DispatchChoice | None = None
@@ -53,14 +50,13 @@ class ParallelPlan:
     """Of the sockets between nodes."""
 
     @property
+    def num_nodes(self) -> int:
+        return self.topology.num_nodes
+
+    @property
     def ranks_per_node(self) -> int:
         """Of all replicas, on this node."""
         return self.num_ranks // self.num_nodes
-
-    def nodes_of(self, replica: int) -> range:
-        """Where its ranks are; the first has its rank 0."""
-        first = replica * self.topology.tp_size // self.ranks_per_node
-        return range(first, first + self.topology.num_nodes)
 
     @property
     def num_groups(self) -> int:
@@ -99,9 +95,12 @@ def resolve_parallel(
     backend = _backend(args)
     if backend != "none" and not model.is_moe:
         raise ConfigError(f"--moe-a2a-backend {backend}: {model.architecture} has no experts; leave it out")
-    ep_size, nodes = _ep_size(args, backend, record), _nodes_of_a_replica(flags.tp_size, replicas, num_nodes)
-    _check_enough_ranks(flags, attn_dp, ep_size, nodes, "" if "nnodes" in args.given or place is None else place.origin)
-    topology = _topology(args, model, attn_dp, ep_size, backend, nodes)
+    ep_size = _ep_size(args, backend, record)
+    _check_replicas(replicas, num_nodes)
+    _check_enough_ranks(
+        flags, attn_dp, ep_size, num_nodes, "" if "nnodes" in args.given or place is None else place.origin
+    )
+    topology = _topology(args, model, attn_dp, ep_size, backend, num_nodes)
     _check_nodes(num_nodes, node_rank, leader)
     dispatch = None
     if topology.travels:
@@ -115,7 +114,6 @@ def resolve_parallel(
     plan = ParallelPlan(
         topology=topology,
         num_replicas=replicas,
-        num_nodes=num_nodes,
         node_rank=node_rank,
         leader_address=leader if num_nodes > 1 else None,
         dispatch=dispatch,
@@ -292,29 +290,14 @@ def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlac
         )
 
 
-def _nodes_of_a_replica(tp_size: int, replicas: int, nodes: int) -> int:
-    """Nodes that a replica's ranks are on, where the ranks of all fill the nodes one after the other.
-
-    Raises:
-        ConfigError: nodes would hold unlike parts of replicas; names the nearest numbers of nodes that would do.
-    """
+def _check_replicas(replicas: int, nodes: int) -> None:
     if replicas < 1:
         raise ConfigError(f"--dp-size {replicas}: there is at least one replica")
-    if replicas == 1 or tp_size < 1:
-        return nodes  # which `Topology` holds against the ranks
-
-    def fits(n: int) -> bool:
-        return tp_size * replicas % n == 0 and (n % replicas == 0 or replicas % n == 0)
-
-    if nodes < 1 or not fits(nodes):
-        fitting = [n for n in range(1, replicas * tp_size + 1) if fits(n)]
-        below, above = [n for n in fitting if n < nodes], [n for n in fitting if n > nodes]
-        nearest = " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+    if replicas > 1 and nodes > 1:
         raise ConfigError(
-            f"--nnodes {nodes}: {replicas} replicas (--dp-size) of {tp_size} ranks (--tp-size) do not fill so many "
-            f"nodes with whole replicas, nor replicas with whole nodes; {nearest} would"
+            f"--dp-size {replicas} and --nnodes {nodes}: replicas share one machine; start one server for each "
+            "replica and put a router before them, or give --enable-dp-attention for attention groups over the nodes"
         )
-    return max(1, nodes // replicas)
 
 
 def _check_nodes(nodes: int, node_rank: int, leader: str | None) -> None:

@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from moe_engine.engine import messages
 from moe_engine.engine.client_api import EngineInfo, Health, combine
-from moe_engine.engine.core_handle import CoreHandle
+from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.frames import FrameReader
 from moe_engine.engine.inbox import Inbox
 from moe_engine.engine.messages import AddRequest, RequestDelta
@@ -46,7 +46,7 @@ STOPPED = (zmq.ENOTSOCK, zmq.ETERM)
 class _Lane:
     """One scheduler: a core process, or an attention group behind it."""
 
-    core: CoreHandle
+    core: CoreProcess
     group: int
     to_core: zmq.asyncio.Socket
     board: StatusBoard
@@ -71,9 +71,9 @@ class CoreClient:
     alone go on at another: it is told the prompt and the tokens that have come, and the reader only waits.
     """
 
-    def __init__(self, cores: CoreHandle | Sequence[CoreHandle], info: EngineInfo, method: str = "auto") -> None:
+    def __init__(self, cores: CoreProcess | Sequence[CoreProcess], info: EngineInfo, method: str = "auto") -> None:
         self.info = info
-        self._cores = [cores] if isinstance(cores, CoreHandle) else list(cores)
+        self._cores = [cores] if isinstance(cores, CoreProcess) else list(cores)
         self._lanes = [
             _Lane(core, group, _push(address, core.keys), board)
             for core in self._cores
@@ -221,7 +221,7 @@ class CoreClient:
 
     # -- plumbing
 
-    async def _read(self, core: CoreHandle) -> None:
+    async def _read(self, core: CoreProcess) -> None:
         receiver = zmq.asyncio.Socket(core.from_core)
         lanes = [lane for lane in self._lanes if lane.core is core]
         frames = FrameReader(f"front end, from {core.name}", messages.decode_from_core)
@@ -246,7 +246,7 @@ class CoreClient:
                 handled = 0
                 await asyncio.sleep(0)
 
-    def _reader_ended(self, core: CoreHandle, reader: asyncio.Task[None]) -> None:
+    def _reader_ended(self, core: CoreProcess, reader: asyncio.Task[None]) -> None:
         """What a core sends is read no more: its requests end, and health is dead, with the reason."""
         if reader.cancelled() or self.closing:
             return
@@ -276,7 +276,7 @@ class CoreClient:
             if inbox.ended and inbox.left:
                 self._forget(inbox)
 
-    def _replied(self, core: CoreHandle, message: messages.Reply) -> None:
+    def _replied(self, core: CoreProcess, message: messages.Reply) -> None:
         lane, future = self._calls.get(message.id, (None, None))
         if lane is None or future is None or lane.core is not core or future.done():
             return  # the caller has left
@@ -285,7 +285,7 @@ class CoreClient:
         else:
             future.set_exception(EngineDeadError(str(message.value)))
 
-    def _lost(self, core: CoreHandle, message: messages.GroupsLost) -> None:
+    def _lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
         """Groups of a core are lost: their requests continue at the others."""
         gone = [lane for lane in self._lanes if lane.core is core and lane.group in message.groups]
         for lane in gone:
@@ -322,7 +322,7 @@ class CoreClient:
         inbox.enter(number, self._router.loads[number])
         self._lanes[number].send(request)
 
-    def _died(self, core: CoreHandle, cause: str) -> None:
+    def _died(self, core: CoreProcess, cause: str) -> None:
         for inbox in list(self._inboxes.values()):
             if self._lanes[inbox.lane].core is core:
                 if inbox.left:

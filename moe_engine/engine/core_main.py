@@ -51,8 +51,6 @@ def main() -> int:
     ranks: RankGroup | RankHub | None = None
     try:
         ranks = _ranks(spec)
-        if isinstance(ranks, RankGroup) and ranks.takes_nodes:
-            ready.send(messages.encode(messages.CoreListens(ranks.address)))
         if isinstance(ranks, RankHub):
             info = ranks.start()
             port = ZmqPort(spec.to_core_of("hub"), spec.from_core_address)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +16,13 @@ from typing import Any
 import zmq
 
 from moe_engine.engine import messages
-from moe_engine.engine.core_handle import CoreHandle, start_error
 from moe_engine.engine.held_child import HeldChild
-from moe_engine.engine.nodes.known_address import host_of
 from moe_engine.engine.process import ChildProcess
-from moe_engine.engine.ranks.addresses import own_address_towards
 from moe_engine.engine.ranks.options import RankGroupOptions
 from moe_engine.engine.run_folder import RunFolder
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.zmq_sockets import JobKeys, bind
-from moe_engine.errors import EngineDeadError
+from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.models import registry
 
 logger = logging.getLogger("moe_engine")
@@ -35,8 +36,7 @@ HELD_SECONDS = 5.0
 class CoreSpec:
     """All a core process needs; travels as a pickle. `config` is the resolved configuration.
 
-    The addresses are of attention group 0; the cores of other groups on this node add their number, or take a free port
-    each where the front end is on another node.
+    The addresses are of attention group 0; the cores of other groups on this node add their number.
     """
 
     config: Any
@@ -63,16 +63,22 @@ class CoreSpec:
 
     def to_core_of(self, group: int | str) -> str:
         """Of a group's core; of the process above them under a name."""
-        shared = group == 0 or self.to_core_address.endswith(":*")
-        return self.to_core_address if shared else f"{self.to_core_address}-{group}"
+        return f"{self.to_core_address}-{group}" if group else self.to_core_address
 
 
-class CoreProcess(CoreHandle):
+class CoreProcess:
     """Starts a core and watches it.
 
-    Args:
-        front: where a front end on another node listens for what the core sends; None where it is this process.
+    `dead` is None or a sentence that names the process and why it serves no more: the core's own report before its end,
+    or how the process ended. The sentence never changes, so that all requests of a core get the same one.
     """
+
+    from_core: zmq.Socket[bytes]
+    """Bound; receives the messages of the cores of all groups."""
+    boards: list[StatusBoard]
+    """Of all groups."""
+    to_core_addresses: list[str]
+    """Of all groups' cores, once they are ready."""
 
     def __init__(
         self,
@@ -80,28 +86,26 @@ class CoreProcess(CoreHandle):
         *,
         name: str = "engine core",
         ranks: RankGroupOptions | None = None,
-        front: str | None = None,
     ) -> None:
-        super().__init__(name)
+        self.name = name
+        self.dead: str | None = None
+        self._expected = False
+        self._lock = threading.Lock()
+        self._listeners: list[tuple[Callable[[str], None], asyncio.AbstractEventLoop]] = []
         self._folder = RunFolder()
         folder = self._folder.path
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._killed_for = ""
         self.keys = ranks.keys if ranks is not None else None
-        self.control_address = ""
-        """Where ranks on other nodes join, once the core listens there."""
         self._ready = context.socket(zmq.PULL)
         ready_address = f"ipc://{folder}/ready"
         bind(self._ready, ready_address)
-        to_core, from_core, front_address = f"ipc://{folder}/to-core", f"ipc://{folder}/from-core", front or ""
+        to_core, from_core, front_address = f"ipc://{folder}/to-core", f"ipc://{folder}/from-core", ""
         self.from_core = context.socket(zmq.PULL)
         self.from_core.setsockopt(zmq.RCVHWM, 0)
-        if front is not None:
-            to_core, from_core = f"tcp://{own_address_towards(host_of(front))}:*", front
-        else:
-            bind(self.from_core, from_core)
-            if ranks is not None and ranks.leader_address is not None:
-                front_address = bind(self.from_core, ranks.leader_bind("*"), self.keys, ranks.leader_flag)
+        bind(self.from_core, from_core)
+        if ranks is not None and ranks.leader_address is not None:
+            front_address = bind(self.from_core, ranks.leader_bind("*"), self.keys, ranks.leader_flag)
         spec = CoreSpec(
             config,
             to_core,
@@ -123,7 +127,19 @@ class CoreProcess(CoreHandle):
     def pid(self) -> int:
         return self._child.pid
 
+    def wait_ready(self) -> dict[str, Any]:
+        """Blocks until the core serves; returns its facts. Raises as `poll_ready`."""
+        while (facts := self.poll_ready()) is None:
+            pass
+        return facts
+
     def poll_ready(self, seconds: float = 0.05) -> dict[str, Any] | None:
+        """The core's facts once it serves; None if it does not within `seconds`.
+
+        Raises:
+            ConfigError: the core refused the configuration or the checkpoint, with its message.
+            EngineDeadError: the core failed, died or is stopped by a signal, with its own report.
+        """
         try:
             if self._ready.poll(int(seconds * 1000)):
                 return self._take(messages.decode_from_core(self._ready.recv()))
@@ -140,11 +156,8 @@ class CoreProcess(CoreHandle):
             raise
         return None
 
-    def _take(self, message: messages.FromCore) -> dict[str, Any] | None:
+    def _take(self, message: messages.FromCore) -> dict[str, Any]:
         """The facts of a core that is ready; raises for one that has said why it cannot be, and has ended then."""
-        if isinstance(message, messages.CoreListens):
-            self.control_address = message.address
-            return None
         if isinstance(message, messages.CoreReady):
             self._ready.close(0)
             self.to_core_addresses = message.info["core_addresses"]
@@ -154,15 +167,34 @@ class CoreProcess(CoreHandle):
         self.stop(5.0)
         if message.traceback:
             logger.error("%s", message.traceback)
-        raise start_error(message)
+        raise (ConfigError if message.error == "ConfigError" else EngineDeadError)(message.message)
 
     def kill(self, reason: str) -> None:
+        """Ends a core that does not move any more; its requests get the reason."""
         self._killed_for = reason
         self._child.kill()
 
+    def expect_exit(self) -> None:
+        """The core was told to end: its exit is no failure."""
+        self._expected = True
+
     def stop(self, grace: float) -> None:
+        """Waits up to `grace` seconds for the core to end by itself, then ends it. Safe to call twice."""
         self._child.stop(grace)
         self._cleanup()
+
+    def on_death(self, listener: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Calls `listener(cause)` on `loop` when the core dies, at once if it has already."""
+        with self._lock:
+            self._listeners.append((listener, loop))
+            dead = self.dead
+        if dead:
+            loop.call_soon(listener, dead)
+
+    def note_failure(self, message: str) -> None:
+        """The core said why it goes."""
+        with self._lock:
+            self.dead = self.dead or f"{self.name} (pid {self.pid}) failed: {message}"
 
     def _exited(self, how: str) -> None:
         time.sleep(0.1)  # lets a last CoreFailed message arrive
@@ -174,3 +206,12 @@ class CoreProcess(CoreHandle):
     def _cleanup(self) -> None:
         self.from_core.close(0)
         self._folder.remove()
+
+    def _died(self, how: str) -> None:
+        """Tells all listeners, from any thread. `how` counts where the core itself has said nothing."""
+        with self._lock:
+            cause = self.dead = self.dead or how
+            listeners = list(self._listeners)
+        for listener, loop in listeners:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+                loop.call_soon_threadsafe(listener, cause)

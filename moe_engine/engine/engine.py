@@ -23,7 +23,7 @@ from moe_engine.config.launch_flags import launch_flags
 from moe_engine.config.launch_plan import prepare
 from moe_engine.engine.client import CoreClient
 from moe_engine.engine.client_api import EngineInfo, Health, kernel_flags
-from moe_engine.engine.core_handle import CoreHandle
+from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.frontend import Frontend
 from moe_engine.engine.generate_input import LATER_FIELDS, GenerateInput, refuse_later_fields
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
@@ -263,7 +263,7 @@ async def _next(chunks: Any) -> Any:
     return await anext(chunks, _END)
 
 
-def _end(cores: Sequence[CoreHandle], loop: asyncio.AbstractEventLoop, pid: int) -> None:
+def _end(cores: Sequence[CoreProcess], loop: asyncio.AbstractEventLoop, pid: int) -> None:
     """For an engine that nobody shut down and nobody can reach any more, and at the end of the program.
 
     Nothing can be awaited here: this may run in the very thread that carries `loop`.
@@ -275,7 +275,7 @@ def _end(cores: Sequence[CoreHandle], loop: asyncio.AbstractEventLoop, pid: int)
         loop.call_soon_threadsafe(_wind_up, loop)
 
 
-def _loop_failed(cores: Sequence[CoreHandle], running: set[Future[Any]], message: str) -> None:
+def _loop_failed(cores: Sequence[CoreProcess], running: set[Future[Any]], message: str) -> None:
     """The thread of the event loop ended: what waits on it gets an error."""
     stop_cores(cores)
     for future in list(running):

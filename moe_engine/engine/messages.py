@@ -106,12 +106,6 @@ class Reply(Message, tag="reply"):
     value: Any = None
 
 
-class CoreListens(Message, tag="listens"):
-    """Sent before: ranks on other nodes join at this address."""
-
-    address: str
-
-
 class CoreReady(Message, tag="ready"):
     """Sent once: the core serves. `info` holds max_total_num_tokens, max_req_input_len, context_len, ..."""
 
@@ -128,7 +122,7 @@ class CoreFailed(Message, tag="failed"):
 
 
 ToCore = AddRequest | AbortRequest | Call | Shutdown
-FromCore = StepOutput | GroupsLost | Reply | CoreListens | CoreReady | CoreFailed
+FromCore = StepOutput | GroupsLost | Reply | CoreReady | CoreFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

@@ -14,11 +14,9 @@ from moe_engine.config.dist_secret import SECRET_VARIABLE
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.config.resolve_parallel import ParallelPlan
 from moe_engine.engine.client_api import EngineInfo
-from moe_engine.engine.core_handle import CoreHandle
 from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.frontend import FrontendSettings
-from moe_engine.engine.nodes.desk import NodeDesk
-from moe_engine.engine.ranks.worker import fingerprint, rank_group_options
+from moe_engine.engine.ranks.worker import rank_group_options
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("moe_engine")
@@ -33,7 +31,7 @@ def engine_info(facts: dict[str, Any]) -> EngineInfo:
     return msgspec.convert({key: value for key, value in facts.items() if key in known}, EngineInfo)
 
 
-def start_cores(config: ResolvedConfig) -> list[CoreHandle]:
+def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
     """Starts the core process of each replica and returns at once; `wait_ready` tells when one serves.
 
     Raises:
@@ -44,16 +42,10 @@ def start_cores(config: ResolvedConfig) -> list[CoreHandle]:
         logger.warning("%s", _open_ports(plan))
     if plan.num_replicas == 1:
         return [CoreProcess(config, ranks=rank_group_options(config))]
-    desk = NodeDesk(plan, fingerprint(config)) if plan.num_nodes > 1 else None
-    cores: list[CoreHandle] = []
-    for i in range(plan.num_replicas):
-        if desk is not None and plan.nodes_of(i)[0] != plan.node_rank:
-            cores.append(desk.core(i))
-        else:
-            cores.append(CoreProcess(config, name=f"engine core DP{i}", ranks=rank_group_options(config, i)))
-    if desk is not None:
-        desk.open(cores)
-    return cores
+    return [
+        CoreProcess(config, name=f"engine core DP{i}", ranks=rank_group_options(config, i))
+        for i in range(plan.num_replicas)
+    ]
 
 
 def _open_ports(plan: ParallelPlan) -> str:
@@ -67,9 +59,9 @@ def _open_ports(plan: ParallelPlan) -> str:
     )
 
 
-def wait_ready(cores: Sequence[CoreHandle]) -> EngineInfo:
+def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
     """Blocks until all serve. Their facts are alike, but that nodes may have room for unlike numbers of tokens: then
-    what fits all of them counts. Raises as `CoreHandle.poll_ready`, whichever fails first."""
+    what fits all of them counts. Raises as `CoreProcess.poll_ready`, whichever fails first."""
     found: dict[int, dict[str, Any]] = {}
     while len(found) < len(cores):
         for i, core in enumerate(cores):
@@ -80,7 +72,7 @@ def wait_ready(cores: Sequence[CoreHandle]) -> EngineInfo:
     return dataclasses.replace(infos[0], **room)
 
 
-def stop_cores(cores: Sequence[CoreHandle], grace: float = 0.0) -> None:
+def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
     """Ends what still runs of them."""
     for core in cores:
         core.expect_exit()

@@ -24,7 +24,7 @@ from moe_engine.config.launch_flags import launch_flags
 from moe_engine.config.launch_plan import place_in_cluster, prepare
 from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.config.resolve_parallel import NodeRankError
-from moe_engine.engine.core_handle import CoreHandle
+from moe_engine.engine.core_process import CoreProcess
 from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.errors import ConfigError
 from moe_engine.server.listen import bind, url_host
@@ -63,7 +63,7 @@ def serve(args: EngineArgs) -> int:
     if config.parallel.local_rank or config.parallel.node_rank:
         return _serve_node(config)
     sock = bind(config.server.host, config.server.port)
-    cores: list[CoreHandle] = []
+    cores: list[CoreProcess] = []
     try:
         cores = start_cores(config)
         for line in explain.start_lines(config):
@@ -95,7 +95,6 @@ def _report_to_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeR
 
 def _serve_node(config: ResolvedConfig) -> int:
     """What a node without the HTTP server runs, until node 0 ends it."""
-    from moe_engine.engine.nodes.agent import NodeAgent
     from moe_engine.engine.ranks.node import run_node
     from moe_engine.engine.ranks.worker import rank_group_options
 
@@ -108,14 +107,12 @@ def _serve_node(config: ResolvedConfig) -> int:
         raise ConfigError(f"--node-rank {plan.node_rank}: one rank needs one node")
     for line in explain.start_lines(config):
         logger.info("%s", line)
-    if plan.num_replicas > 1:
-        return NodeAgent(config).run()
     return run_node(config, options, config.logging.log_level)
 
 
 async def _serve(
     config: ResolvedConfig,
-    cores: list[CoreHandle],
+    cores: list[CoreProcess],
     info: EngineInfo,
     tokenizer: Tokenizer | None,
     settings: ServerSettings,

@@ -156,30 +156,13 @@ def test_nodes_from_flags_go_before_the_clusters_word(models) -> None:
     assert one.leader_address is None and one.start_seconds == 60.0
 
 
-@pytest.mark.parametrize(
-    ("tp", "dp", "nodes", "of_replicas"),
-    [
-        (2, 2, 2, [[0], [1]]),
-        (1, 4, 2, [[0], [0], [1], [1]]),
-        (4, 2, 4, [[0, 1], [2, 3]]),
-        (2, 2, 4, [[0, 1], [2, 3]]),
-        (4, 1, 2, [[0, 1]]),
-    ],
-)
-def test_replicas_fill_the_nodes_in_order(models, tp, dp, nodes, of_replicas) -> None:
-    plan = plan_of(models["small"], tp=tp, dp=dp, nnodes=nodes, dist_init_addr="node0:20000", node_rank=1)
-    assert [list(plan.nodes_of(replica)) for replica in range(dp)] == of_replicas
-    assert plan.ranks_per_node * nodes == tp * dp == plan.num_ranks
-    assert (plan.topology.num_nodes, plan.num_nodes, plan.node_rank) == (len(of_replicas[0]), nodes, 1)
-
-
-def test_a_launchers_word_about_nodes_holds_for_replicas(models) -> None:
+def test_a_launchers_word_about_nodes_is_as_good_as_flags(models) -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
              "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[1-2]"}  # fmt: skip
     torchrun = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
                 "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}  # fmt: skip
-    plans = [plan_of(models["small"], find_place(environ), tp=2, dp=2) for environ in (slurm, torchrun)]
-    by_flags = plan_of(models["small"], tp=2, dp=2, nnodes=2, node_rank=1, dist_init_addr=plans[0].leader_address)
+    plans = [plan_of(models["small"], find_place(environ), tp=4) for environ in (slurm, torchrun)]
+    by_flags = plan_of(models["small"], tp=4, nnodes=2, node_rank=1, dist_init_addr=plans[0].leader_address)
     assert plans[0] == by_flags and plans[1].leader_address == "node1:29501"
     assert replace(plans[1], leader_address=by_flags.leader_address) == by_flags
 
@@ -223,11 +206,8 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("small", {"tp": 2, "dist_init_addr": "node0"}, ["--dist-init-addr node0", "HOST:PORT"]),
     ("small", {"tp": 2, "dist_init_addr": "node0:99999"}, ["--dist-init-addr node0:99999", "HOST:PORT"]),
     ("small", {"dp": 0}, ["--dp-size 0", "at least one replica"]),
-    ("small", {"tp": 2, "dp": 2, "nnodes": 3, "dist_init_addr": "a:1"},
-     ["--nnodes 3", "2 replicas (--dp-size) of 2 ranks (--tp-size)", "2 or 4 would"]),
-    ("small", {"tp": 4, "dp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, ["--nnodes 2", "3 replicas", "1 or 3 would"]),
-    ("small", {"dp": 4, "nnodes": 8, "dist_init_addr": "a:1"}, ["--nnodes 8", "4 replicas", "; 4 would"]),
-    ("small", {"tp": 2, "dp": 2, "nnodes": 2}, ["--nnodes 2", "--dist-init-addr HOST:PORT"]),
+    ("small", {"tp": 2, "dp": 2, "nnodes": 2, "dist_init_addr": "a:1"},
+     ["--dp-size 2", "--nnodes 2", "one machine", "router", "--enable-dp-attention"]),
     ("small", {"tp": 2, "enable_two_batch_overlap": True}, ["--enable-two-batch-overlap", "add --moe-a2a-backend"]),
     ("small", {"tp": 2, "enable_single_batch_overlap": True}, ["--enable-single-batch-overlap", "--moe-a2a-backend"]),
     ("small", {"tbo_token_distribution_threshold": 0.7}, ["--tbo-token-distribution-threshold 0.7", "0 and 0.5"]),

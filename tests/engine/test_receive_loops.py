@@ -74,7 +74,6 @@ TO_FRONT_END = st.one_of(
         messages.Reply(id=10**6, value={"a": 1}),
         messages.Reply(id=10**6, ok=False, value=None),
         messages.CoreReady({}),
-        messages.CoreListens("tcp://127.0.0.1:1"),
         CALL,
     ),
 )

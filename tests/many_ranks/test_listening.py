@@ -19,7 +19,7 @@ import pytest
 
 from moe_engine.config.dist_secret import SECRET_VARIABLE
 from tests.e2e.server_process import ServerProcess
-from tests.nodes.cluster import free_port
+from tests.free_port import free_port
 from tests.ranks.drill import PATIENCE
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "security.md"

@@ -13,11 +13,10 @@ import pytest
 
 from moe_engine import cli
 from moe_engine.engine.ranks import node as rank_node
-from tests.nodes.cluster import free_port
+from tests.free_port import free_port
 from tests.ranks.drill import PATIENCE
 
 NODES = ("--tp", "2", "--nnodes", "2")
-REPLICAS = ("--dp", "2", "--nnodes", "2")
 STEP = {
     "SLURM_JOB_ID": "123",
     "SLURM_STEP_ID": "0",
@@ -48,10 +47,6 @@ CASES = [
     (NODES, "0", "127.0.0.1", "must be HOST:PORT"),
     (NODES, "1", "nohost.invalid:20000", "unknown host"),
     (NODES, "1", "a..b:20000", "unknown host"),
-    (REPLICAS, "0", "nohost.invalid:20000", "unknown host"),
-    (REPLICAS, "0", "192.0.2.1:20000", "not an address of this host"),
-    (REPLICAS, "0", "127.0.0.1:TAKEN", "the port is in use"),
-    (REPLICAS, "1", "nohost.invalid:20000", "unknown host"),
     ((), "", "--host 192.0.2.1", "cannot listen there"),
     ((), "", "--host nohost.invalid", "no address of that name"),
     ((), "", "--host a..b", "not the name of a host"),

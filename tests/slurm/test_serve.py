@@ -98,22 +98,6 @@ def test_a_dead_node_is_named_and_the_job_requeued_before_slurm_notices(slow_clu
     assert re.search(r"TP1 .* on node2\).* silent for", job.log), job.log
 
 
-def test_replicas_on_two_nodes_go_on_without_one(cluster):
-    job = cluster.submit("serve.sbatch", *QUICK, nodes=2, REPLICAS="2")
-    job.until_logged(READY)
-    for lane in (0, 1):
-        body = {"text": "The capital of France is", "routed_dp_rank": lane}
-        answer = json.loads(cluster.run(*question(job, "/generate", body), seconds=60))
-        assert answer["meta_info"]["dp_rank"] == lane
-    cluster.run("pkill", "-KILL", "-f", "moe_engine.engine.core_main", host="node2")
-    job.until_logged("Serving goes on with the other replicas")
-    assert re.search(r"engine core DP1 on node2 \(pid \d+\) was killed by SIGKILL", job.log), job.log
-    assert "Paris" in ask(cluster, job)
-    job.cancel()
-    facts = job.ended()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("CANCELLED", "0:0", "0"), job.log
-
-
 # -- bench.sbatch
 
 

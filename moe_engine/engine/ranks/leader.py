@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from moe_engine.engine.nodes.known_address import host_of
 from moe_engine.engine.ranks import messages
 from moe_engine.engine.ranks.addresses import LOOPBACK
 from moe_engine.engine.ranks.control import RankControl
@@ -24,6 +23,7 @@ from moe_engine.engine.ranks.plan_channel import PlanSender
 from moe_engine.engine.ranks.process import LocalRanks
 from moe_engine.engine.ranks.watch import RankWatch
 from moe_engine.engine.ranks.world import RankWorld, open_store, quieten_torch
+from moe_engine.engine.rendezvous_address import host_of
 from moe_engine.engine.status_board import StatusBoard
 from moe_engine.engine.watched_thread import start_watched
 from moe_engine.errors import ConfigError
@@ -77,11 +77,6 @@ class RankGroup:
         self._mesh = StepMesh(0, options.num_groups, steps, options.keys) if options.num_groups > 1 else None
         self._ranks = LocalRanks(config, options, self.address, self.watch.died, log_level, spec)
         self._worker: RankGroupWorker | None = None
-
-    @property
-    def takes_nodes(self) -> bool:
-        """Whether ranks come from other nodes."""
-        return self._options.leader_address is not None
 
     @property
     def pids(self) -> dict[int, int]:

@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 
 import zmq
 
-from moe_engine.engine.nodes.known_address import KnownAddress
 from moe_engine.engine.ranks import messages
 from moe_engine.engine.ranks.link import RankLink
 from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
 from moe_engine.engine.ranks.peers import identity_of_process
 from moe_engine.engine.ranks.process import LocalRanks
+from moe_engine.engine.rendezvous_address import RendezvousAddress
 from moe_engine.engine.zmq_sockets import SECRET_HINT, JobKeys, connect
 from moe_engine.errors import ConfigError, EngineDeadError
 
@@ -36,7 +36,7 @@ REPORT_SECONDS = 20.0
 """For node 0 to come up and to learn that this node cannot take part."""
 
 
-class NodeRanks:
+class _NodeRanks:
     """The ranks of a replica on this node, where another node leads it.
 
     Args:
@@ -82,16 +82,16 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
         ConfigError: the leader's host is unknown, or the leader refuses the connection.
         EngineDeadError: the leader did not answer in time.
     """
-    ranks: NodeRanks
+    ranks: _NodeRanks
 
     def leave(reason: str) -> NoReturn:
         logger.error("Node %d leaves: %s", options.node_rank, reason)
         ranks.kill()
         os._exit(1)
 
-    ranks = NodeRanks(config, options, leave, log_level)
+    ranks = _NodeRanks(config, options, leave, log_level)
     try:
-        with first_sigterm_ignored():
+        with _first_sigterm_ignored():
             wait_for_leader(ranks.link, options.node_rank, options.limits)
             _wait_for_ranks(ranks)
         if any(ranks.returncodes):
@@ -106,7 +106,7 @@ def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
     report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
     link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     link.setsockopt(zmq.LINGER, 0)
-    connect(link, KnownAddress(address).tcp(), keys)
+    connect(link, RendezvousAddress(address).tcp(), keys)
     link.send(messages.encode(report))
     answered = bool(link.poll(int(REPORT_SECONDS * 1000)))
     link.close()
@@ -137,7 +137,7 @@ def wait_for_leader(link: RankLink, node_rank: int, limits: WatchLimits) -> None
             logger.info("Waiting for the leader at %s, %.0f of %.0f s", link.address, now - began, limits.start)
 
 
-def _wait_for_ranks(ranks: NodeRanks) -> None:
+def _wait_for_ranks(ranks: _NodeRanks) -> None:
     while not any(code is not None for code in ranks.returncodes):
         ranks.poll()
         time.sleep(POLL_SECONDS)
@@ -147,7 +147,7 @@ def _wait_for_ranks(ranks: NodeRanks) -> None:
 
 
 @contextlib.contextmanager
-def first_sigterm_ignored() -> Iterator[None]:
+def _first_sigterm_ignored() -> Iterator[None]:
     """As the head of this file has it."""
 
     def once(number: int, frame: object) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_engine.engine.nodes.known_address import KnownAddress
 from moe_engine.engine.ranks.addresses import LOOPBACK
+from moe_engine.engine.rendezvous_address import RendezvousAddress
 from moe_engine.engine.zmq_sockets import JobKeys
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.coverage import Coverage
@@ -65,9 +65,8 @@ class RankGroupOptions:
         first_group: the number of the first group among those of all replicas; None with a single group in all.
         make_worker: ``make_worker(config, place, progress)`` returns a rank's `worker.Worker`; called in its process
             when torch.distributed is up; picklable by name. Groups it makes should tell `progress.observe`.
-        num_nodes: that the ranks are spread over evenly, from `first_node` on; `node_rank` is this one.
+        num_nodes: that the ranks are spread over evenly; `node_rank` is this one.
         leader_address: ``host:port`` of rank 0's node, the one address that must be known; None on a single node.
-            With port 0 it is a free one, which rank 0's process tells (`messages.CoreListens`).
         collective_timeout: seconds after which a collective gives up that a rank never entered; a rank that died or
             fell silent is found long before by the watch.
         fingerprint: equal on all nodes that were started with the same flags.
@@ -79,7 +78,6 @@ class RankGroupOptions:
     make_worker: Callable[..., Any]
     num_nodes: int = 1
     node_rank: int = 0
-    first_node: int = 0
     leader_address: str | None = None
     num_groups: int = 1
     first_group: int | None = None
@@ -124,7 +122,7 @@ class RankGroupOptions:
         device = self.device
         if device != "cpu":
             device += f":{self.base_device + self.device_step * local}"
-        return RankPlace(rank, self.size, name, self.first_node + node, local, group, not follows, device)
+        return RankPlace(rank, self.size, name, node, local, group, not follows, device)
 
     @property
     def local_places(self) -> list[RankPlace]:
@@ -140,7 +138,7 @@ class RankGroupOptions:
         return self._leader.host if self.leader_address else LOOPBACK
 
     def leader_bind(self, port: str | None = None) -> str:
-        """Where rank 0 listens: `KnownAddress.bind`."""
+        """Where rank 0 listens: `RendezvousAddress.bind`."""
         return self._leader.bind(port)
 
     @property
@@ -149,10 +147,10 @@ class RankGroupOptions:
         return f"--dist-init-addr {self.leader_address}" if self.leader_address else ""
 
     def leader_tcp(self, port: str | None = None) -> str:
-        """``tcp://IP:PORT`` of the leader's control channel: `KnownAddress.tcp`."""
+        """``tcp://IP:PORT`` of the leader's control channel: `RendezvousAddress.tcp`."""
         return self._leader.tcp(port)
 
     @property
-    def _leader(self) -> KnownAddress:
+    def _leader(self) -> RendezvousAddress:
         assert self.leader_address is not None
-        return KnownAddress(self.leader_address)
+        return RendezvousAddress(self.leader_address)

@@ -29,7 +29,7 @@ class Peers:
         first = 1 if options.coverage is None else 0
         self._places = {place.rank: place for place in options.places}
         self._ranks_to_come = range(first, options.size)
-        self._nodes_to_come = range(options.first_node, options.first_node + options.num_nodes)
+        self._nodes_to_come = range(options.num_nodes)
         self._ranks: dict[bytes, int] = {}
         self._nodes: dict[bytes, int] = {}
         self._identities: dict[int, bytes] = {}

@@ -22,27 +22,19 @@ COLLECTIVE_SECONDS = 300.0
 
 
 def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOptions | None:
-    """The ranks of one replica; None where it is a single process.
-
-    Where several replicas lie on several nodes each, only the start of the leader's node knows its address
-    (`nodes.desk`): `leader_address` is that of node 0, with any port.
-    """
+    """The ranks of one replica; None where it is a single process."""
     plan, flags = config.parallel, config.args.parallel
     topology = plan.topology
     if topology.tp_size == 1 and plan.num_replicas == 1:
         return None
     groups = topology.attn_dp_size
     first_local = replica * topology.tp_size % plan.ranks_per_node
-    leader = plan.leader_address if topology.num_nodes > 1 else None
-    if leader is not None and plan.num_replicas > 1:
-        leader = f"{leader.rpartition(':')[0]}:0"
     return RankGroupOptions(
         topology.tp_size,
         sharded_worker,
-        num_nodes=topology.num_nodes,
+        num_nodes=plan.num_nodes,
         node_rank=plan.node_rank,
-        first_node=plan.nodes_of(replica)[0],
-        leader_address=leader,
+        leader_address=plan.leader_address,
         num_groups=groups,
         first_group=replica * groups if plan.num_groups > 1 else None,
         backend="gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
@@ -63,7 +55,6 @@ def fingerprint(config: ResolvedConfig) -> str:
     shared = (
         plan.topology,
         plan.num_replicas,
-        plan.num_nodes,
         plan.coverage,
         plan.dispatch.row.name if plan.dispatch is not None else "",
         config.model.architecture,

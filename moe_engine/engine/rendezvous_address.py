@@ -14,7 +14,7 @@ logger = logging.getLogger("moe_engine")
 
 
 @dataclass(frozen=True)
-class KnownAddress:
+class RendezvousAddress:
     """``HOST:PORT`` of a node that the others reach. Port 0 is any free one, which is learnt by binding it."""
 
     text: str
