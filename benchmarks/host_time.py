@@ -23,10 +23,10 @@ from typing import Any
 from benchmarks import report
 from benchmarks.stats import median, percentile
 from benchmarks.stub_model import stub_runner
-from moe_engine.engine import messages
-from moe_engine.engine.core import EngineCore
-from moe_engine.engine.reporter import StepReporter
-from moe_engine.engine.status_board import StatusBoard
+from moe_engine.core import messages
+from moe_engine.core.loop import EngineCore
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.core.step_reporter import StepReporter
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.kernels.registry import select
@@ -135,7 +135,7 @@ def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part]
         runner.launch = parts["worker: rows, batch, sampling"].around(runner.launch)  # type: ignore[method-assign]
         port.send = parts["encode the output"].around(port.send)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        board = StatusBoard(Path(folder) / "board", create=True)
+        board = SharedStatus(Path(folder) / "board", create=True)
         core = EngineCore(
             scheduler, worker, port, board, StepReporter(), eos_token_ids=frozenset((0,)), overlap=overlap
         )

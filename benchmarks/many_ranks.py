@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import checkpoints, report
 from benchmarks.stats import median
 from moe_engine import Engine
-from moe_engine.engine.ranks.lockstep import Lockstep, StepMesh
+from moe_engine.core.dp_sync import DPSync, StepExchange
 from moe_engine.types import StepFacts, StepPlan
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -68,13 +68,13 @@ def exchange_seconds(num_groups: int, steps: int) -> float:
 
 def _agree(group: int, num_groups: int, steps: int, folder: str, queue: Any) -> None:
     addresses = [f"ipc://{folder}/{i}" for i in range(num_groups)]
-    mesh = StepMesh(group, num_groups, addresses[group])
+    mesh = StepExchange(group, num_groups, addresses[group])
     mesh.connect(addresses)
-    lockstep = Lockstep(mesh, check=lambda: None)
+    dp_sync = DPSync(mesh, check=lambda: None)
     seconds = []
     for number in range(steps):
         began = time.perf_counter()
-        lockstep.agree(StepPlan(number), StepFacts(num_tokens=64, num_logits=64, num_running=64))
+        dp_sync.sync_step(StepPlan(number), StepFacts(num_tokens=64, num_logits=64, num_running=64))
         seconds.append(time.perf_counter() - began)
     queue.put(median(seconds[steps // 10 :]))
     mesh.close()

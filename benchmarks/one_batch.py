@@ -24,9 +24,9 @@ from benchmarks.stats import median
 from benchmarks.step_driver import BatchDriver, create_worker
 from benchmarks.step_work import MachineLimits, ModelWork
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_plan import prepare
-from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.errors import ConfigError, MoeEngineError
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolve import ResolvedConfig
 
 FIRST_DECODES_SHOWN = 5
 WARMUP_OUTPUT_LEN = 8

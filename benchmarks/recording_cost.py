@@ -22,8 +22,8 @@ from benchmarks import checkpoints, report
 from benchmarks.stats import median
 from benchmarks.step_driver import BatchDriver, create_worker
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_plan import prepare
-from moe_engine.config.resolve import ResolvedConfig
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolve import ResolvedConfig
 
 TARGETS = {"off": 0.01, "on": 0.05}
 COMPARED = {"again": "without", "off": "without", "on": "off"}

@@ -38,7 +38,7 @@ class ServerProcess:
         self.lines: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
         self._ready = threading.Event()
         self.ready_seconds: float | None = None
-        command = [sys.executable, "-m", "moe_engine.cli", "serve", "--port", str(self.port), *flags]
+        command = [sys.executable, "-m", "moe_engine.cli.main", "serve", "--port", str(self.port), *flags]
         self._began = time.perf_counter()
         self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._reader = threading.Thread(target=self._read, name="server output", daemon=True)

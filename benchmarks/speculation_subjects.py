@@ -58,8 +58,8 @@ def embedded(questions: int) -> Subject:
     Args:
         questions: of each task; 8 are those of the report.
     """
-    from moe_engine.models.demo import CHECKPOINT_DIR
-    from moe_engine.models.demo.corpus import held_out
+    from moe_engine.demo import CHECKPOINT_DIR
+    from moe_engine.demo.training.corpus import held_out
 
     encode = Vocabulary.from_path(CHECKPOINT_DIR).encode
     by_task: dict[str, list[str]] = {}
@@ -81,9 +81,9 @@ def embedded(questions: int) -> Subject:
 def _embedded_offline(depth: int, prompts: list[list[int]], answers: list[list[int]]) -> list[float]:
     """The drafts of the training model. Taken at every place, as the model's report does, more of them are right:
     chains begin behind a wrong draft more often than elsewhere, and there the text is harder."""
-    from moe_engine.models.demo import CHECKPOINT_DIR
-    from moe_engine.models.demo.checkpoint import load_checkpoint
-    from moe_engine.models.demo.evaluate import draft
+    from moe_engine.demo import CHECKPOINT_DIR
+    from moe_engine.demo.training.checkpoint import load_checkpoint
+    from moe_engine.demo.training.evaluate import draft
 
     model = load_checkpoint(CHECKPOINT_DIR)
     chains = []

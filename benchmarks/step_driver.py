@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moe_engine.config.resolve import ResolvedConfig
+from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.types import NewRow, SamplingParams, StepPlan
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 def create_worker(config: ResolvedConfig) -> Worker:
     """A ready worker, in this process."""
-    from moe_engine.engine.core_setup import worker_options
+    from moe_engine.executor.make_worker import worker_options
     from moe_engine.worker.worker import Worker
 
     return Worker.create(worker_options(config))

@@ -11,10 +11,10 @@ from moe_engine.kernels.attention.protocol import AttentionBatch
 from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.kv_pool import KVPool, KVSpec
-from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner
+from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
+from moe_engine.worker.model_runner import ModelRunner
 
 
 class StubModel:
@@ -56,6 +56,6 @@ def stub_runner(
     """A runner whose model takes no time; its KV pool is one number wide. `sampling`: as `ModelRunner` has it."""
     stream = DeviceStream("cpu")
     pool = KVPool(KVSpec.mla(1, 1, 0, torch.float32), num_slots, page_size, stream)
-    rows = Rows(max_rows, context_len, vocab_size, stream)
+    rows = RequestRows(max_rows, context_len, vocab_size, stream)
     model = StubModel(vocab_size, max_rows, max(max_rows, context_len))
     return ModelRunner(model, pool, rows, StubAttention(), stream, sampling=sampling)

@@ -47,10 +47,10 @@ class ForwardBatch:
 
 
 @runtime_checkable
-class TakesTurns(Protocol):
+class SupportsTBO(Protocol):
     """A model on many ranks that can run parts of a step side by side."""
 
-    def forward_in_turns(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
+    def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
         """`Model.forward` of each part; earlier parts go first in every layer. Collective."""
 
 

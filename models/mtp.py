@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import (
+from moe_engine.kernels.decoder.drafting import (
     ChainSteps,
     DraftLevel,
     FusedDrafting,
     FusedDraftStep,
-    JudgedChains,
     RowTables,
     StepDraws,
+    VerifiedChains,
 )
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.batch import ForwardBatch
@@ -42,7 +42,7 @@ from moe_engine.parallel.step_sizes import StepSizes
 MAX_FUSED_TOKENS = 64
 """Tokens up to which writing a layer's cache in one call gains anything; more would only take more memory at once."""
 
-WholeStepCall = Callable[[np.ndarray, int, StepDraws | None], JudgedChains]
+WholeStepCall = Callable[[np.ndarray, int, StepDraws | None], VerifiedChains]
 """rows [R] int64, drafts of each, how they are drawn -> what became of them."""
 
 
@@ -162,7 +162,7 @@ class MTPLayer:
         self._project = load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
         self._decoder = model.make_layer(layer_index, reader, model.make_norm(reader, f"{name}.shared_head.norm"))
-        self._input_norm.feed(self._decoder.attention.reads)
+        self._input_norm.feed(self._decoder.attention.input_format)
 
     @property
     def feed_forward(self) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_engine.engine.engine import Engine
+    from moe_engine.frontend.engine import Engine
     from moe_engine.models.registry import register as register_model
 
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ __all__ = ["Engine", "__version__", "register_model"]
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        from moe_engine.engine.engine import Engine
+        from moe_engine.frontend.engine import Engine
 
         return Engine
     if name == "register_model":

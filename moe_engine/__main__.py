@@ -2,7 +2,7 @@
 
 import sys
 
-from moe_engine.cli import main
+from moe_engine.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

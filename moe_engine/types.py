@@ -398,7 +398,7 @@ class StepPlan:
     counts[i] entries of `slots`. The first `num_decodes` requests take their first token from the device (the one last
     sampled for the row); the others' tokens stand in `input_ids`, flat. If samples[i], the last token's logits yield a
     new token. `finished_rows` may be forgotten by the worker, before `new_rows` are written. `speculation` changes how
-    decodes are read; see there. With DP attention `everybody` holds the facts of all groups' parts of the step.
+    decodes are read; see there. With DP attention `dp_facts` holds the facts of all groups' parts of the step.
     """
 
     number: int
@@ -413,7 +413,7 @@ class StepPlan:
     row_writes: list[RowWrite] = field(default_factory=list)
     finished_rows: list[int] = field(default_factory=list)
     speculation: Speculation | None = None
-    everybody: tuple[StepFacts, ...] | None = None
+    dp_facts: tuple[StepFacts, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

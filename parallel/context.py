@@ -17,7 +17,7 @@ from moe_engine.parallel.topology import RankLists, Topology
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.build import PhasedDispatcher
     from moe_engine.parallel.dispatch.protocol import DispatchShape
-    from moe_engine.parallel.dispatch.symm_mem.memory import PeerMemory
+    from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
     from moe_engine.parallel.dispatch.tables import DispatchChoice
     from moe_engine.parallel.expert_tables import ExpertTables
     from moe_engine.parallel.overlap import Overlap
@@ -187,16 +187,16 @@ def with_dispatcher(
     choice: DispatchChoice,
     shape: DispatchShape,
     decode_tokens: int,
-    peer_memory: PeerMemory | None = None,
+    symm_mem: SymmetricMemory | None = None,
 ) -> ParallelContext:
     """The context with the dispatcher that all layers use one after the other. Collective over the model's ranks.
 
     Args:
         shape: `max_tokens` is what a rank brings at most: its share of its attention group's tokens.
         decode_tokens: the same in the decode mode, which serves steps that only decode and are not larger.
-        peer_memory: as `Groups` has it.
+        symm_mem: as `Groups` has it.
     """
     from moe_engine.parallel.dispatch.build import Groups, build
 
-    groups = Groups(parallel.ep, parallel.node, parallel.rails, parallel.process_group, peer_memory=peer_memory)
+    groups = Groups(parallel.ep, parallel.node, parallel.rails, parallel.process_group, symm_mem=symm_mem)
     return replace(parallel, dispatcher=build(choice, shape, decode_tokens, groups), decode_tokens=decode_tokens)

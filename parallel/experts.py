@@ -24,7 +24,7 @@ from moe_engine.kernels.experts.protocol import (
 )
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, as_read, numbers_of
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format, unquantized
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.layouts import GroupedLayout
 from moe_engine.parallel.dispatch.local import LocalDispatcher
@@ -34,7 +34,7 @@ from moe_engine.parallel.overlap import Lane, Pending
 
 class RoutedExperts(Protocol):
     @property
-    def reads(self) -> Reads:
+    def input_format(self) -> ActivationFormat:
         """How `run` reads x; it takes a `QuantizedActivation` where that names rows."""
 
     def run(
@@ -65,7 +65,7 @@ class RoutedExperts(Protocol):
 class _InSeveralCalls:
     """What is not fused with the router and the shared expert; it wants numbers unless it says otherwise."""
 
-    reads = NUMBERS
+    input_format = UNQUANTIZED
 
     def whole_layer(
         self,
@@ -84,7 +84,12 @@ class Dispatches(Protocol):
     def takes_rows(self) -> bool: ...
 
     def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase, reads: Reads = NUMBERS
+        self,
+        x: Activation,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        phase: Phase,
+        format: ActivationFormat = UNQUANTIZED,
     ) -> tuple[ExpertBatch, Any]: ...
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor: ...
@@ -101,8 +106,8 @@ class DispatchedExperts(_InSeveralCalls):
         self._dispatcher = dispatcher
         self._kernel = kernel
         self._weights = weights
-        self._arriving = kernel.reads(weights) if isinstance(kernel, ReadsRows) else NUMBERS
-        self.reads = self._arriving if self._arriving.rows and dispatcher.takes_rows else NUMBERS
+        self._arriving = kernel.input_format(weights) if isinstance(kernel, ReadsRows) else UNQUANTIZED
+        self.input_format = self._arriving if self._arriving.rows and dispatcher.takes_rows else UNQUANTIZED
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Told how many tokens arrived for each of this rank's slots, int32 [P/G]."""
 
@@ -116,7 +121,7 @@ class DispatchedExperts(_InSeveralCalls):
         return out if add is None else out.add_(add)
 
     def _dispatch(self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[ExpertBatch, Any]:
-        x = as_read(x, self.reads)
+        x = as_format(x, self.input_format)
         return self._dispatcher.dispatch(x, topk_ids, topk_weights, phase, self._arriving)
 
     # -- the same in parts, with communication in a lane
@@ -151,7 +156,7 @@ class HeldExperts(_InSeveralCalls):
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
-        x, local = numbers_of(x), topk_ids - self._first
+        x, local = unquantized(x), topk_ids - self._first
         ids = torch.where((local >= 0) & (local < self._weights.num_experts), local, -1)
         layout = GroupedLayout(self._weights.num_experts, x.dtype, x.device)  # with buffers that end with the call
         batch, positions = layout.expand(Tokens(x, None, ids, topk_weights), slot=0)
@@ -170,7 +175,7 @@ class FusedLocalExperts:
         self._kernel = kernel
         self._weights = weights
         self._first = first
-        self.reads = kernel.reads(weights) if isinstance(kernel, ReadsRows) else NUMBERS
+        self.input_format = kernel.input_format(weights) if isinstance(kernel, ReadsRows) else UNQUANTIZED
         self._run: Callable[..., Tensor] = kernel.run_routed
 
     def run(

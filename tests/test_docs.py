@@ -7,20 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.config import resolve_graphs, resolve_parallel, resolve_speculation
 from moe_engine.config.args import PARTS, build_parser
 from moe_engine.config.dropped import DROPPED
 from moe_engine.config.field import fields_of
 from moe_engine.config.flags import known_options
-from moe_engine.config.later import LATER
-from moe_engine.config.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
+from moe_engine.config.unsupported_flags import LATER
+from moe_engine.planning import resolve_graphs, resolve_parallel, resolve_speculation
+from moe_engine.planning.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
     [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ("README.md", "slurm/README.md", "benchmarks/README.md"))]
 )
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
-SOURCES = ("benchmarks", "slurm", "moe_engine/cluster_check", "moe_engine/compile_kernels", "moe_engine/experts_report")
+SOURCES = (
+    "benchmarks",
+    "slurm",
+    "moe_engine/cli/cluster_check",
+    "moe_engine/cli/compile_kernels",
+    "moe_engine/cli/experts_report",
+)
 OTHERS = {
     "--nodes", "--gres", "--requeue", "--no-requeue", "--no-kill", "--signal", "--pty", "--ntasks-per-node",
     "--kill-on-bad-exit", "--wait", "--partition", "--exclude", "--array", "--overlap", "--time", "--cpus-per-task",
@@ -36,7 +42,7 @@ NOT_HERE = ("not available yet", "refused", "removed from SGLang", "later")
 def own_flags() -> set[str]:
     """Of every command and every program of the repository."""
     files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sbatch")]
-    text = "\n".join(file.read_text() for file in [*files, ROOT / "moe_engine/cli.py"])
+    text = "\n".join(file.read_text() for file in [*files, ROOT / "moe_engine/cli/main.py"])
     return {*known_options(build_parser()), *re.findall(r"[\"'](--[a-z][a-z0-9-]*)", text), "--help", "--version"}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_suite.setting import Setting
-from moe_engine.config.machine import Machine, probe_machine
+from moe_engine.planning.machine import Machine, probe_machine
 
 Found = tuple[list[dict[str, Any]], list[str], int]
 """Reports of the compiler, launches that failed, and how many kernels there was no time for."""
@@ -81,7 +81,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
 def _machine(setting: Setting) -> Machine:
     """Asked for in a process of its own: the compilers are forked, which a process that uses a GPU cannot be."""
     if setting.kind == "cpu":
-        from moe_engine.config.hardware import GPUS
+        from moe_engine.planning.hardware import GPUS
 
         return GPUS["h200"].machine()
     with multiprocessing.get_context("fork").Pool(1) as pool:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.setting import Setting
-from moe_engine.kernels.peer_memory.regions import Regions
+from moe_engine.kernels.symm_mem.regions import Regions
 
 if TYPE_CHECKING:  # it imports Triton, which whoever only reads results may not have
-    from moe_engine.kernels.peer_memory.exchange import Arrival, PeerExchange
+    from moe_engine.kernels.symm_mem.exchange import Arrival, SymmMemExchange
 
 NUM_SLOTS = 2
 LIMIT_S = 5.0
@@ -57,7 +57,7 @@ class RanksHere:
     """All ranks of a load, in this process. Expert e multiplies by 1 + e / E."""
 
     def __init__(self, load: Load, device: str) -> None:
-        from moe_engine.kernels.peer_memory.exchange import PeerExchange
+        from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
 
         self._load = load
         num_bytes, num_experts = load.regions.num_bytes(NUM_SLOTS), load.num_ranks * load.num_local
@@ -65,7 +65,7 @@ class RanksHere:
         addresses = [own.data_ptr() for own in memory]
         self.lost = torch.zeros(load.num_ranks, dtype=torch.int32, pin_memory=device == "cuda")
         self._ranks = [
-            PeerExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype)
+            SymmMemExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype)
             for rank, own in enumerate(memory)
         ]
         shape = (load.num_ranks, load.tokens)
@@ -88,7 +88,7 @@ class RanksHere:
         if apart:
             torch.cuda.synchronize()
 
-        def of_each(launch: Callable[[int, PeerExchange], Any]) -> list[Any]:
+        def of_each(launch: Callable[[int, SymmMemExchange], Any]) -> list[Any]:
             results = []
             for r, own in enumerate(self._ranks):
                 with torch.cuda.stream(self._streams[r]) if apart else nullcontext():
@@ -97,15 +97,15 @@ class RanksHere:
                 torch.cuda.synchronize()
             return results
 
-        def run(name: str, launch: Callable[[int, PeerExchange], Any]) -> Any:
+        def run(name: str, launch: Callable[[int, SymmMemExchange], Any]) -> Any:
             return on_phase(name, lambda: of_each(launch)) if on_phase else of_each(launch)
 
-        run("announce", lambda r, own: own.announce(self.ids[r], number))
+        run("notify", lambda r, own: own.notify(self.ids[r], number))
         run("send", lambda r, own: own.send(self.x[r], self.ids[r], number))
         arrivals = run("receive", lambda r, own: own.receive(number))
         self.counts = [arrival.counts.clone() for arrival in arrivals]
         rows = of_each(lambda r, own: self._experts(r, arrivals[r]))
-        run("give_back", lambda r, own: own.give_back(rows[r], number))
+        run("combine_send", lambda r, own: own.combine_send(rows[r], number))
         return self._stacked(run("sum", lambda r, own: own.sum(self.weights[r], self._load.dtype, number)))
 
     def run_beside(self, number: int) -> Tensor:

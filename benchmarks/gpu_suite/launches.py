@@ -15,8 +15,8 @@ from benchmarks.gpu_suite.exchange import V3_BESIDE, V3_EP8, Load, RanksHere
 from benchmarks.gpu_suite.rows import FAMILIES, PARTS
 from benchmarks.gpu_suite.tokens import PROMPTS
 from benchmarks.kernel_cases import all_cases
-from moe_engine.config.machine import Machine
 from moe_engine.kernels.registry import Choice
+from moe_engine.planning.machine import Machine
 
 Launches = tuple[str, Callable[[], Any]]
 """A name, and what makes them."""
@@ -66,10 +66,10 @@ def _exchange(load: Load) -> None:
 
 
 def _engine(flags: dict[str, Any], machine: Machine) -> None:
-    from moe_engine.compile_kernels.exercise import exercise
-    from moe_engine.compile_kernels.other_rows import build_triton
+    from moe_engine.cli.compile_kernels.exercise import exercise
+    from moe_engine.cli.compile_kernels.other_rows import build_triton
     from moe_engine.config.args import EngineArgs
-    from moe_engine.config.launch_plan import choose_backends, prepare
+    from moe_engine.planning.prepare import choose_backends, prepare
 
     config = prepare(EngineArgs.from_kwargs(device="cuda", **flags), machine)
     for _ in exercise(config, build_triton(choose_backends(config, machine.kernel_device))):

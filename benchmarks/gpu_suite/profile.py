@@ -49,7 +49,7 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
 
     from benchmarks.step_driver import BatchDriver, create_worker
     from moe_engine.config.args import EngineArgs
-    from moe_engine.config.launch_plan import prepare
+    from moe_engine.planning.prepare import prepare
 
     model, load = model_of(V2_LITE, folder, setting), load_of(setting)
     batch, context = load.layer_batches[-1], load.context

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel, JudgedChains, RowTables, StepDraws
 from moe_engine.kernels.attention.protocol import AttentionBatch, MLALayer, PagedQueries
-from moe_engine.kernels.attention.stacking import StackedLayer
 from moe_engine.kernels.cpu import decoder, draft_step, drafts
 from moe_engine.kernels.cpu.layers import LayerPointer, mla_layer
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
+from moe_engine.kernels.decoder.drafting import ChainSteps, DraftLevel, RowTables, StepDraws, VerifiedChains
+from moe_engine.kernels.decoder.stacking import StackedLayer
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 
@@ -103,7 +103,7 @@ class CpuMLA(_Backend):
 
     def run_step(
         self, step: draft_step.DraftStepPointer, rows: np.ndarray, depth: int, draws: StepDraws | None
-    ) -> JudgedChains:
+    ) -> VerifiedChains:
         return draft_step.run(self._lib, step, rows, depth, draws)
 
     def gather_latent(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import PagedQueries
-from moe_engine.kernels.attention.stacking import StackedLayer
 from moe_engine.kernels.cpu.layers import L, LayerPointer, P, Weight, kind_of_weights, weight_struct
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.cpu.tensors import KIND, find, latent_form
+from moe_engine.kernels.decoder.stacking import StackedLayer
 
 
 class _Layer(ctypes.Structure):

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import JudgedChains, RowTables, StepDraws
 from moe_engine.kernels.cpu.decoder import DecoderPointer
 from moe_engine.kernels.cpu.drafts import DraftsPointer, draws_struct
 from moe_engine.kernels.cpu.layers import L, P
 from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.decoder.drafting import RowTables, StepDraws, VerifiedChains
 
 
 class _Step(ctypes.Structure):
@@ -35,7 +35,7 @@ class _Room:
 
     rows: np.ndarray
     depth: int
-    judged: JudgedChains
+    judged: VerifiedChains
     rows_address: int
     struct: _Judged
 
@@ -43,7 +43,7 @@ class _Room:
     def of(rows: np.ndarray, depth: int) -> _Room:
         count = len(rows)
         starts, counts = np.empty((2, count), dtype=np.int64)
-        judged = JudgedChains(starts, np.empty((count, depth + 1), dtype=np.int64), counts, np.empty(3))
+        judged = VerifiedChains(starts, np.empty((count, depth + 1), dtype=np.int64), counts, np.empty(3))
         struct = _Judged(*(array.ctypes.data for array in judged))
         return _Room(rows, depth, judged, rows.ctypes.data, struct)
 
@@ -77,7 +77,7 @@ def fuse(
 
 def run(
     library: Library, step: DraftStepPointer, rows: np.ndarray, depth: int, draws: StepDraws | None
-) -> JudgedChains:
+) -> VerifiedChains:
     """As `FusedDraftStep.run_step`."""
     room = step.room
     if room is None or room.rows is not rows or room.depth != depth:

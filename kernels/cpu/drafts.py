@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import ChainSteps, DraftLevel
 from moe_engine.kernels.cpu.layers import L, LayerPointer, P, Weight, kind_of_weights, weight_struct
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.cpu.tensors import KIND, latent_form, pointer
+from moe_engine.kernels.decoder.drafting import ChainSteps, DraftLevel
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 

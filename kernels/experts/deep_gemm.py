@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Groups, Operand
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
     FP8,
-    NUMBERS,
+    UNQUANTIZED,
     Activation,
+    ActivationFormat,
     BlockWeight,
     QuantizedActivation,
-    Reads,
-    numbers_of,
+    unquantized,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
-from moe_engine.kernels.vendors.deep_gemm import DeepGemm, Groups, Operand
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
 
 ROOMY = 2
@@ -143,9 +143,9 @@ class DeepGemmExperts:
         parts = (layer.gate_up.data, layer.gate_up.memory, layer.down.data, layer.down.memory)
         return [part[expert] for part in parts if part is not None]
 
-    def reads(self, weights: ExpertWeights) -> Reads:
+    def input_format(self, weights: ExpertWeights) -> ActivationFormat:
         layer: Layer = weights.data
-        return NUMBERS if layer.gate_up.scales is None else self._gemm.reads(layer.power_of_two)
+        return UNQUANTIZED if layer.gate_up.scales is None else self._gemm.input_format(layer.power_of_two)
 
     def run_routed(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
@@ -161,7 +161,7 @@ class DeepGemmExperts:
         groups = self._gemm.aligned(order)
         first: Operand | Tensor
         if layer.gate_up.scales is None:
-            first = moves.permute(numbers_of(x), order)
+            first = moves.permute(unquantized(x), order)
         else:
             first = self._gemm.operand(moves.permute_rows(self._gemm.quantized(x, layer.power_of_two), order))
         middle = self._first(first, weights, groups)

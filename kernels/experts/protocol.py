@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.quantization.protocol import BlockWeight, Reads
+from moe_engine.kernels.quantization.protocol import ActivationFormat, BlockWeight
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ReadsRows(Protocol):
     """A kernel that takes tokens which somebody quantised before: batches with `scales`, and `FusedExperts` an
     `Activation`. Numbers it takes still, and quantises them itself."""
 
-    def reads(self, weights: ExpertWeights) -> Reads:
+    def input_format(self, weights: ExpertWeights) -> ActivationFormat:
         """How products with these experts read tokens."""
 
 

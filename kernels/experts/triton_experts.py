@@ -15,15 +15,15 @@ from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.tiles import ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
-from moe_engine.kernels.experts.triton_permute import combine, sort_by_expert
+from moe_engine.kernels.permutation.triton_permute import combine, sort_by_expert
 from moe_engine.kernels.quantization.protocol import (
     FP8,
-    NUMBERS,
+    UNQUANTIZED,
     Activation,
+    ActivationFormat,
     BlockWeight,
     QuantizedActivation,
     QuantizedRows,
-    Reads,
     num_blocks,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
@@ -137,9 +137,9 @@ class TritonExperts:
             rows = QuantizedRows.of(flat, batch.scales)
         return self._products(rows, weights, groups, batch.result_dtype).view(x.shape)
 
-    def reads(self, weights: ExpertWeights) -> Reads:
+    def input_format(self, weights: ExpertWeights) -> ActivationFormat:
         data: TritonExpertWeights = weights.data
-        return NUMBERS if data.gate_up_scales is None else Reads.fp8(data.power_of_two)
+        return UNQUANTIZED if data.gate_up_scales is None else ActivationFormat.fp8(data.power_of_two)
 
     def run_routed(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None

@@ -95,7 +95,7 @@ def gate_up_kernel(
     x, x_scales, source, sizes, weight, weight_scales, out, out_scales, capacity, x_scale_stride, out_scale_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    GATHER: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr, FP8: tl.constexpr,
+    GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first.
@@ -119,24 +119,24 @@ def gate_up_kernel(
     w_row = expert * (2 * WIDTH) + tile_n * BLOCK_N
     w_rows = expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
     x_tile = weight_tile(x, x_rows, lane, K, False)
-    gate_tile = weight_tile(weight, w_rows, lane, K, BULK)
-    up_tile = weight_tile(weight, w_rows + WIDTH, lane, K, BULK)
+    gate_tile = weight_tile(weight, w_rows, lane, K, TMA)
+    up_tile = weight_tile(weight, w_rows + WIDTH, lane, K, TMA)
     w_scale = weight_scales
     if FP8:
         w_scale += (expert * (2 * SCALE_ROWS) + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
-    gate = empty_tile(BLOCK_M, BLOCK_N, SWAP)
-    up = empty_tile(BLOCK_M, BLOCK_N, SWAP)
+    gate = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
+    up = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
-        b = load_step(gate_tile, w_row, step, lane, K, BLOCK_K, BULK)
-        c = load_step(up_tile, w_row + WIDTH, step, lane, K, BLOCK_K, BULK)
+        b = load_step(gate_tile, w_row, step, lane, K, BLOCK_K, TMA)
+        c = load_step(up_tile, w_row + WIDTH, step, lane, K, BLOCK_K, TMA)
         x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
         gate_scale = load_scale(w_scale, step, FP8)
         up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, FP8)
-        gate = add_product(gate, a, b, x_scale, gate_scale, SWAP, FP8)
-        up = add_product(up, a, c, x_scale, up_scale, SWAP, FP8)
+        gate = add_product(gate, a, b, x_scale, gate_scale, SWAP_AB, FP8)
+        up = add_product(up, a, c, x_scale, up_scale, SWAP_AB, FP8)
     inner = gate * tl.sigmoid(gate) * up
-    if SWAP:
+    if SWAP_AB:
         inner = tl.trans(inner)
     inside = rows < end
     mask = inside[:, None] & (cols < WIDTH)[None, :]
@@ -155,7 +155,7 @@ def down_kernel(
     x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    SWAP: tl.constexpr, BULK: tl.constexpr, FP8: tl.constexpr,
+    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128]."""
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
@@ -173,17 +173,17 @@ def down_kernel(
     w_row = expert * WIDTH + tile_n * BLOCK_N
     w_rows = expert.to(tl.int64) * WIDTH + tl.minimum(cols, WIDTH - 1)
     x_tile = weight_tile(x, x_rows, lane, K, False)
-    w_tile = weight_tile(weight, w_rows, lane, K, BULK)
+    w_tile = weight_tile(weight, w_rows, lane, K, TMA)
     w_scale = weight_scales
     if FP8:
         w_scale += (expert * SCALE_ROWS + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
-    total = empty_tile(BLOCK_M, BLOCK_N, SWAP)
+    total = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(STEPS):
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
-        b = load_step(w_tile, w_row, step, lane, K, BLOCK_K, BULK)
+        b = load_step(w_tile, w_row, step, lane, K, BLOCK_K, TMA)
         x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
-        total = add_product(total, a, b, x_scale, load_scale(w_scale, step, FP8), SWAP, FP8)
-    if SWAP:
+        total = add_product(total, a, b, x_scale, load_scale(w_scale, step, FP8), SWAP_AB, FP8)
+    if SWAP_AB:
         total = tl.trans(total)
     mask = (rows < end)[:, None] & (cols < WIDTH)[None, :]
     place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
@@ -272,7 +272,7 @@ def _constants(groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, bulk: bo
     return {
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
-        "PADDED": groups.capacity > 0, "SWAP": tiles.swap, "BULK": bulk, "FP8": fp8,
+        "PADDED": groups.capacity > 0, "SWAP_AB": tiles.swap, "TMA": bulk, "FP8": fp8,
     }  # fmt: skip
 
 

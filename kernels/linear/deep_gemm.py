@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.linear.cublas import CublasLinear
+from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Operand
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.quantization.protocol import (
-    NUMBERS,
+    UNQUANTIZED,
     Activation,
+    ActivationFormat,
     BlockWeight,
     QuantizedActivation,
-    Reads,
-    numbers_of,
+    unquantized,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
-from moe_engine.kernels.vendors.deep_gemm import DeepGemm, Operand
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
 
 
@@ -63,13 +63,13 @@ class DeepGemmLinear(CublasLinear):
         self._shapes.setdefault((n, k), prepared)
         return prepared
 
-    def reads(self, weight: PreparedLinear) -> Reads:
-        return self._gemm.reads(weight.data.power_of_two) if isinstance(weight.data, Blocks) else NUMBERS
+    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
+        return self._gemm.input_format(weight.data.power_of_two) if isinstance(weight.data, Blocks) else UNQUANTIZED
 
     def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
         data: Any = weight.data
         if not isinstance(data, Blocks):
-            return super().run(numbers_of(x), weight)
+            return super().run(unquantized(x), weight)
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weight.in_features:
             raise ValueError(f"{len(x)} rows of {width} {x.dtype} do not fit {weight.in_features} in-features")

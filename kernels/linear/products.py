@@ -20,10 +20,10 @@ def grouped_order(tile, num_m, NUM_N: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def weight_tile(weight, rows, lane, K: tl.constexpr, BULK: tl.constexpr):
+def weight_tile(weight, rows, lane, K: tl.constexpr, TMA: tl.constexpr):
     """What `load_step` takes for rows of a weight [., K]: pointers to their first step, or the descriptor itself. Rows
     beyond the edge repeat the last one: loads need no mask, and what they give is not stored."""
-    if BULK:
+    if TMA:
         tile = weight
     else:
         tile = weight + rows.to(tl.int64)[:, None] * K + lane[None, :]
@@ -31,10 +31,10 @@ def weight_tile(weight, rows, lane, K: tl.constexpr, BULK: tl.constexpr):
 
 
 @triton.jit
-def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, BULK: tl.constexpr):
+def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
     """Channels [step * BLOCK_K, + BLOCK_K) of a tile's rows, zeros beyond K. The tile is pointers to its first step, or
-    with BULK the descriptor of a matrix in which it starts at `row`."""
-    if BULK:
+    with TMA the descriptor of a matrix in which it starts at `row`."""
+    if TMA:
         values = tile.load([row, step * BLOCK_K])
     elif K % BLOCK_K == 0:
         values = tl.load(tile + step * BLOCK_K)
@@ -54,9 +54,9 @@ def load_scale(scales, place, FP8: tl.constexpr):
 
 
 @triton.jit
-def empty_tile(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+def empty_tile(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constexpr):
     """Sums that `add_product` adds to."""
-    if SWAP:
+    if SWAP_AB:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -64,8 +64,8 @@ def empty_tile(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr)
 
 
 @triton.jit
-def add_product(total, x, w, x_scale, w_scale, SWAP: tl.constexpr, FP8: tl.constexpr):
-    """total + x [M, k] @ w [N, k].T in float32, as [M, N], or with SWAP as its transpose [N, M].
+def add_product(total, x, w, x_scale, w_scale, SWAP_AB: tl.constexpr, FP8: tl.constexpr):
+    """total + x [M, k] @ w [N, k].T in float32, as [M, N], or with SWAP_AB as its transpose [N, M].
 
     FP8: a step's product is summed by the tensor cores alone and then added with its scales, x_scale [M] and w_scale:
     Hopper's FP8 accumulators keep about 14 bits, so longer sums in them lose digits (DeepSeek-V3 report, section
@@ -73,11 +73,11 @@ def add_product(total, x, w, x_scale, w_scale, SWAP: tl.constexpr, FP8: tl.const
     """
     if FP8:
         scale = x_scale * w_scale
-        if SWAP:
+        if SWAP_AB:
             total += tl.dot(w, tl.trans(x)) * scale[None, :]
         else:
             total += tl.dot(x, tl.trans(w)) * scale[:, None]
-    elif SWAP:
+    elif SWAP_AB:
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
         total = tl.dot(x, tl.trans(w), total, input_precision="ieee")

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import Activation, BlockWeight, Reads
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, BlockWeight
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class LinearKernel(Protocol):
 class BlockScaledLinear(Protocol):
     """A linear kernel that keeps block-FP8 weights as the checkpoint stores them.
 
-    What meets them is quantised, here or by whoever made it: where `reads` names rows, `run` (and `run_mlp`, of a
+    What meets them is quantised, here or by its producer: where `input_format` names rows, `run` (and `run_mlp`, of a
     `FusedMLP`) take either.
     """
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """weight [N, K] in blocks of 128 x 128, bias [N] in the activation dtype. May keep or drop `weight`."""
 
-    def reads(self, weight: PreparedLinear) -> Reads:
+    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
         """How products with this weight read x."""
 
     def run(self, x: Activation, weight: PreparedLinear) -> Tensor:

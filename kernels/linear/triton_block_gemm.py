@@ -30,11 +30,11 @@ _SUM_TILE = 1024  # elements of a program that sums the parts of a split product
 def block_gemm_kernel(
     x, x_scales, weight, weight_scales, bias, out, num_rows, scale_stride,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] of x [M, K] and weight [N, K]; with SPLIT > 1 float32 [SPLIT, M, N], one part of K each.
 
-    With BULK `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles.
+    With TMA `x` and `weight` are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] tiles.
     """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -46,16 +46,16 @@ def block_gemm_kernel(
     lane = tl.arange(0, BLOCK_K)
     x_rows = tl.minimum(rows, num_rows - 1)
     w_rows = tl.minimum(cols, N - 1)
-    x_tile = weight_tile(x, x_rows, lane, K, BULK)
-    w_tile = weight_tile(weight, w_rows, lane, K, BULK)
+    x_tile = weight_tile(x, x_rows, lane, K, TMA)
+    w_tile = weight_tile(weight, w_rows, lane, K, TMA)
     w_scale = weight_scales + (tile_n * BLOCK_N // BLOCK_K) * STEPS
-    total = empty_tile(BLOCK_M, BLOCK_N, SWAP)
+    total = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     for step in range(part * SHARE, tl.minimum((part + 1) * SHARE, STEPS)):
-        a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, BULK)
-        b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, BULK)
+        a = load_step(x_tile, tile_m * BLOCK_M, step, lane, K, BLOCK_K, TMA)
+        b = load_step(w_tile, tile_n * BLOCK_N, step, lane, K, BLOCK_K, TMA)
         x_scale = tl.load(x_scales + step * scale_stride + x_rows)
-        total = add_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP, True)
-    if SWAP:
+        total = add_product(total, a, b, x_scale, tl.load(w_scale + step), SWAP_AB, True)
+    if SWAP_AB:
         total = tl.trans(total)
     if HAS_BIAS:
         total += tl.load(bias + w_rows).to(tl.float32)[None, :]
@@ -131,7 +131,7 @@ def fits_bulk(matrix: Tensor) -> bool:
 def _constants(n: int, k: int, tiles: Tiles, bulk: bool, has_bias: bool) -> dict[str, Any]:
     return {
         "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
-        "SPLIT": tiles.split, "SWAP": tiles.swap, "BULK": bulk, "HAS_BIAS": has_bias,
+        "SPLIT": tiles.split, "SWAP_AB": tiles.swap, "TMA": bulk, "HAS_BIAS": has_bias,
     }  # fmt: skip
 
 

@@ -15,13 +15,13 @@ from moe_engine.kernels.linear.tiles import FIXED_BLOCK_FP8
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
 from moe_engine.kernels.quantization.protocol import (
-    NUMBERS,
+    UNQUANTIZED,
     Activation,
+    ActivationFormat,
     BlockWeight,
     QuantizedActivation,
     QuantizedRows,
-    Reads,
-    numbers_of,
+    unquantized,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.quantization.triton_rows import quantize_rows, silu_mul_quantize
@@ -49,15 +49,15 @@ class TritonLinear(CublasLinear):
         num_bytes = weight.num_bytes + (0 if bias is None else bias.numel() * bias.element_size())
         return PreparedLinear(k, n, weight, bias, num_bytes)
 
-    def reads(self, weight: PreparedLinear) -> Reads:
-        return Reads.fp8(weight.data.power_of_two) if isinstance(weight.data, BlockWeight) else NUMBERS
+    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
+        return ActivationFormat.fp8(weight.data.power_of_two) if isinstance(weight.data, BlockWeight) else UNQUANTIZED
 
     def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
         if isinstance(weight.data, BlockWeight):
             return self._product(_rows(x, weight.data), weight, x.dtype)
         if self._deterministic:
-            return fixed_gemm(numbers_of(x), weight.data, weight.bias)
-        return super().run(numbers_of(x), weight)
+            return fixed_gemm(unquantized(x), weight.data, weight.bias)
+        return super().run(unquantized(x), weight)
 
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
         return fixed_gemm(x, weight.data, None, out) if self._deterministic else super().run_heads(x, weight, out)

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import QuantizedActivation, Reads
+from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,12 @@ class Ops(Protocol):
 class QuantizingNorms(Protocol):
     """Ops whose norms also quantise what they find, in the same pass over memory."""
 
-    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float, reads: Reads) -> QuantizedActivation:
+    def rms_norm_quantized(
+        self, x: Tensor, weight: Tensor, eps: float, format: ActivationFormat
+    ) -> QuantizedActivation:
         """`rms_norm` of x [T, D] (rows may be strided), as those want it who read it."""
 
     def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reads: Reads
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: ActivationFormat
     ) -> QuantizedActivation:
         """residual += x, in place; `rms_norm` of it. x and residual [T, D], residual contiguous."""

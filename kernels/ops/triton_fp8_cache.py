@@ -63,7 +63,7 @@ def _e5m2(values):
 def write_latent_fp8_kernel(
     kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr, FORM: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_R: tl.constexpr, KV_FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """cache[slots[t]] = the record of [rms_norm(kv_a[t, :C]) * weight | rotated kv_a[t, C:]]; cache is bytes.
 
@@ -79,7 +79,7 @@ def write_latent_fp8_kernel(
     table = cos_sin + tl.load(positions + token) * WIDTH
     first, second, lower, upper = turned_pairs(source + LATENT, table, pair, WIDTH, INTERLEAVED)
     first, second = first.to(kv_a.dtype.element_ty), second.to(kv_a.dtype.element_ty)
-    if FORM == _GROUPS:
+    if KV_FORMAT == _GROUPS:
         groups = tl.reshape(latent, [BLOCK_C // _GROUP, _GROUP])
         scale = _scale_of(tl.max(tl.abs(groups), axis=1))
         bits = scale.to(tl.int32, bitcast=True)  # a fraction that is not zero carries into the exponent
@@ -92,7 +92,7 @@ def write_latent_fp8_kernel(
         tl.store(halves + upper, second.to(tl.bfloat16), live)
     else:
         first, second = first.to(tl.float32), second.to(tl.float32)
-        if FORM == _TOKEN:
+        if KV_FORMAT == _TOKEN:
             scale = _scale_of(tl.max(tl.abs(latent), axis=0))
             of_rotary = _scale_of(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=0))
             floats = (target + SCALES).to(tl.pointer_type(tl.float32))
@@ -109,14 +109,14 @@ def write_latent_fp8_kernel(
 @triton.jit
 def _write_heads(
     source, head_stride, target, head,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, RECORD: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr, RECORD: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
     """Heads `head` [BLOCK_H] of a token to their records, one behind the other at `target`."""
     channel = tl.arange(0, BLOCK)[None, :]
     live = (head < HEADS)[:, None] & (channel < WIDTH)
     values = tl.load(source + head.to(tl.int64)[:, None] * head_stride + channel, live, 0.0).to(tl.float32)
-    if FORM == _TOKEN:
+    if KV_FORMAT == _TOKEN:
         scale = _scale_of(tl.max(tl.abs(values), axis=1))
         numbers = _e4m3(values, scale[:, None])
         tl.store((target + head * RECORD + SCALE).to(tl.pointer_type(tl.float32)), scale, head < HEADS)
@@ -129,7 +129,7 @@ def _write_heads(
 def write_kv_fp8_kernel(
     k, v, slots, k_cache, v_cache,
     k_stride, k_head_stride, v_stride, v_head_stride, k_cache_stride, v_cache_stride,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr,
     RECORD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """k_cache[slots[t]] = records of k[t], v_cache[slots[t]] = records of v[t]; caches are bytes, a slot's heads lie
@@ -138,8 +138,8 @@ def write_kv_fp8_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     key, value = k_cache + slot * k_cache_stride, v_cache + slot * v_cache_stride
-    _write_heads(k + token * k_stride, k_head_stride, key, head, HEADS, WIDTH, BLOCK, FORM, RECORD, SCALE)
-    _write_heads(v + token * v_stride, v_head_stride, value, head, HEADS, WIDTH, BLOCK, FORM, RECORD, SCALE)
+    _write_heads(k + token * k_stride, k_head_stride, key, head, HEADS, WIDTH, BLOCK, KV_FORMAT, RECORD, SCALE)
+    _write_heads(v + token * v_stride, v_head_stride, value, head, HEADS, WIDTH, BLOCK, KV_FORMAT, RECORD, SCALE)
 
 
 def write_latent(
@@ -185,7 +185,7 @@ def write_kv(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tens
 def _latent_constants(latent: int, rotary: int, interleaved: bool, form: int) -> dict[str, int]:
     return {
         "LATENT": latent, "WIDTH": rotary, "INTERLEAVED": interleaved, "BLOCK_C": next_power_of_2(latent),
-        "BLOCK_R": next_power_of_2(rotary), "FORM": form, "SCALES": scales_offset(latent, rotary),
+        "BLOCK_R": next_power_of_2(rotary), "KV_FORMAT": form, "SCALES": scales_offset(latent, rotary),
     }  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def _kv_constants(heads: int, width: int, form: int) -> dict[str, int]:
     block = next_power_of_2(width)
     return {
         "HEADS": heads, "WIDTH": width, "BLOCK_H": min(next_power_of_2(heads), max(1, _TILE // block)), "BLOCK": block,
-        "FORM": form, "RECORD": head_width(E4M3, width) if form == FP8_TOKEN else width,
+        "KV_FORMAT": form, "RECORD": head_width(E4M3, width) if form == FP8_TOKEN else width,
         "SCALE": head_scale_offset(width),
     }  # fmt: skip
 

@@ -8,7 +8,7 @@ from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.kv_format import PLAIN
 from moe_engine.kernels.ops import triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
-from moe_engine.kernels.quantization.protocol import QuantizedActivation, Reads
+from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
 
 
@@ -32,13 +32,15 @@ class TritonOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.add_rms_norm(x, residual, weight, eps)
 
-    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float, reads: Reads) -> QuantizedActivation:
-        return _quantized(x, weight, eps, None, reads)
+    def rms_norm_quantized(
+        self, x: Tensor, weight: Tensor, eps: float, format: ActivationFormat
+    ) -> QuantizedActivation:
+        return _quantized(x, weight, eps, None, format)
 
     def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reads: Reads
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: ActivationFormat
     ) -> QuantizedActivation:
-        return _quantized(x, weight, eps, residual, reads)
+        return _quantized(x, weight, eps, residual, format)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return triton_norm.silu_and_mul(gate_up)
@@ -73,6 +75,8 @@ class TritonOps:
         return triton_router.route(x, gate, bias, spec, self._deterministic)
 
 
-def _quantized(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, reads: Reads) -> QuantizedActivation:
-    numbers, rows = rms_norm_quantize(x, weight, eps, residual, reads.power_of_two, keep=reads.numbers)
+def _quantized(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat
+) -> QuantizedActivation:
+    numbers, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, keep=format.numbers)
     return QuantizedActivation(rows, numbers, x.dtype)

@@ -34,10 +34,10 @@ _FIXED_PART = 2048
 @triton.jit(do_not_specialize=["num_tokens"])
 def router_logits_kernel(
     x, gate, logits, stride, num_tokens,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """logits [P, T, E]: part p is x[:, p PART : (p + 1) PART] @ gate[:, the same].T; PIECES: x is bfloat16."""
+    """logits [P, T, E]: part p is x[:, p PART : (p + 1) PART] @ gate[:, the same].T; BF16X3: x is bfloat16."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
@@ -50,7 +50,7 @@ def router_logits_kernel(
         inside = column < HIDDEN
         a = tl.load(x_row + column[None, :], live_token & inside[None, :], 0.0)  # [BLOCK_T, BLOCK_D]
         b = tl.load(gate_row + column[:, None], live_expert & inside[:, None], 0.0)  # [BLOCK_D, BLOCK_E]
-        if PIECES:
+        if BF16X3:
             high = b.to(tl.bfloat16)
             rest = b - high.to(tl.float32)
             middle = rest.to(tl.bfloat16)
@@ -166,7 +166,7 @@ def _logits_plan(
         block_t = min(block_t, 32)  # float32 products run on the plain cores: small tiles, no spills
     part = (_FIXED_PART if deterministic else _PART) if few else next_power_of_2(hidden)
     constants = {
-        "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "PIECES": pieces,
+        "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "BF16X3": pieces,
         "BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_D": block_d,
     }  # fmt: skip
     grid = (triton.cdiv(count, block_t), triton.cdiv(experts, block_e), triton.cdiv(hidden, part))

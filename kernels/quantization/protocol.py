@@ -89,7 +89,7 @@ class QuantizedRows:
 
 
 @dataclass(frozen=True)
-class Reads:
+class ActivationFormat:
     """In which forms a part of a model reads its input.
 
     Attributes:
@@ -103,20 +103,20 @@ class Reads:
     power_of_two: bool = False
 
     @classmethod
-    def fp8(cls, power_of_two: bool) -> Reads:
+    def fp8(cls, power_of_two: bool) -> ActivationFormat:
         """Quantised rows and nothing else."""
         return cls(numbers=False, rows=True, power_of_two=power_of_two)
 
 
-NUMBERS = Reads()
+UNQUANTIZED = ActivationFormat()
 
 
-def read_by_all(*parts: Reads) -> Reads:
+def common_format(*parts: ActivationFormat) -> ActivationFormat:
     """What serves all of these at once. Parts that want different scales all get numbers, and quantise themselves."""
     kinds = {part.power_of_two for part in parts if part.rows}
     if len(kinds) != 1:
-        return NUMBERS
-    return Reads(any(part.numbers for part in parts), True, kinds.pop())
+        return UNQUANTIZED
+    return ActivationFormat(any(part.numbers for part in parts), True, kinds.pop())
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ class QuantizedActivation:
     def __len__(self) -> int:
         return len(self.rows.data)
 
-    def as_read(self, reads: Reads) -> Activation:
+    def as_format(self, format: ActivationFormat) -> Activation:
         """Itself for a reader of rows, else its numbers.
 
         Raises:
             ValueError: they were not kept.
         """
-        if reads.rows:
+        if format.rows:
             return self
         if self.numbers is None:
             raise ValueError("an activation that was quantised alone is read as numbers")
@@ -151,14 +151,14 @@ Activation = Tensor | QuantizedActivation
 """What runs between the parts of a layer: [T, K]."""
 
 
-def as_read(x: Activation, reads: Reads) -> Activation:
+def as_format(x: Activation, format: ActivationFormat) -> Activation:
     """x for one of its readers; numbers stay what they are, for whoever multiplies in FP8 can quantise them."""
-    return x.as_read(reads) if isinstance(x, QuantizedActivation) else x
+    return x.as_format(format) if isinstance(x, QuantizedActivation) else x
 
 
-def numbers_of(x: Activation) -> Tensor:
+def unquantized(x: Activation) -> Tensor:
     """x in its dtype. Raises ValueError where that was not kept."""
-    numbers = as_read(x, NUMBERS)
+    numbers = as_format(x, UNQUANTIZED)
     assert isinstance(numbers, Tensor)
     return numbers
 

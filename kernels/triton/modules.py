@@ -28,9 +28,9 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_norm",
     f"{_FAMILIES}.ops.triton_rotary",
     f"{_FAMILIES}.ops.triton_router",
-    f"{_FAMILIES}.peer_memory.triton_combine",
-    f"{_FAMILIES}.peer_memory.triton_copy",
-    f"{_FAMILIES}.peer_memory.triton_dispatch",
+    f"{_FAMILIES}.symm_mem.triton_combine",
+    f"{_FAMILIES}.symm_mem.triton_copy",
+    f"{_FAMILIES}.symm_mem.triton_dispatch",
     f"{_FAMILIES}.quantization.triton_rows",
     f"{_FAMILIES}.sampling.triton_sampling",
 )

@@ -23,10 +23,10 @@ from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import Embedding, Head
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.overlap_stages import Stages, interleave
 from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_moves, with_sizes
 from moe_engine.models.layers.stack import LayerStack
-from moe_engine.models.layers.stages import Stages, take_turns
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
@@ -68,7 +68,7 @@ class Decoder:
             self.layers.append(self.make_layer(i, reader, norms[i + 1], shared_out))
         for i, layer in enumerate(self.layers):
             if i == 0 or self.layers[i - 1].passes_on:
-                norms[i].feed(layer.attention.reads)
+                norms[i].feed(layer.attention.input_format)
         self._stack = self.make_stack(norms[0])
         self.head = Head(config, reader, backends.linear, self.embedding, parallel)
         self.weight_bytes = held_bytes(self, shared=parallel)
@@ -104,7 +104,7 @@ class Decoder:
         for moe in self.moes:
             moe.record(recorder)
         if self._stack is not None:
-            self._stack.tells = any(moe.tells for moe in self.moes)
+            self._stack.records_experts = any(moe.records_experts for moe in self.moes)
 
     @property
     def stack(self) -> LayerStack | None:
@@ -146,10 +146,10 @@ class Decoder:
             hidden = layer.forward(hidden, residual, *args)
         return hidden
 
-    def forward_in_turns(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
+    def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
         """`forward` of parts of a step, each computing while tokens of another are on their way to experts."""
         self.passes += 1
-        return take_turns([self._stages(batch) for batch in batches])
+        return interleave([self._stages(batch) for batch in batches])
 
     def _stages(self, batch: ForwardBatch) -> Stages:
         args = self.step_args(batch)

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import Activation, Reads
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.parallel.dispatch.protocol import Phase
-from moe_engine.parallel.token_moves import TokenLayout
+from moe_engine.parallel.dp_gather_scatter import TokenLayout
 
 
 class FeedForward(Protocol):
@@ -20,7 +20,7 @@ class FeedForward(Protocol):
     """Which tokens it takes, and whether it returns summands, on many ranks."""
 
     @property
-    def reads(self) -> Reads:
+    def input_format(self) -> ActivationFormat:
         """In which form it wants x."""
 
     def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
@@ -39,7 +39,7 @@ class DecoderLayer:
         self.post_norm = post_norm
         self.feed_forward = feed_forward
         self.next_norm = next_norm
-        post_norm.feed(feed_forward.reads)
+        post_norm.feed(feed_forward.input_format)
 
     def forward(self, hidden: Activation, residual: Tensor, *attention_args: Any) -> Tensor:
         """`attention_args` follow `hidden` in the attention's forward: the batch, and what it was planned into."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.protocol import GQABackend, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.kernels.quantization.protocol import Activation, Reads
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.layers.linear import load_linear
@@ -64,9 +64,9 @@ class GQAttention:
             self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
 
     @property
-    def reads(self) -> Reads:
+    def input_format(self) -> ActivationFormat:
         """How it reads the hidden states."""
-        return self._qkv.reads
+        return self._qkv.input_format
 
     def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
         k_cache, v_cache = cache = self.cache_of(batch)

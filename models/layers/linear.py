@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import BlockScaledLinear, LinearKernel
-from moe_engine.kernels.quantization.protocol import BLOCK, NUMBERS, Activation, BlockWeight, as_read
+from moe_engine.kernels.quantization.protocol import BLOCK, UNQUANTIZED, Activation, BlockWeight, as_format
 from moe_engine.models.cut import Cut
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
@@ -27,7 +27,7 @@ class Linear:
             self.weight = kernel.prepare_blocks(weight, bias)
         else:
             self.weight = kernel.prepare(weight, bias)
-        self.reads = kernel.reads(self.weight) if isinstance(kernel, BlockScaledLinear) else NUMBERS
+        self.input_format = kernel.input_format(self.weight) if isinstance(kernel, BlockScaledLinear) else UNQUANTIZED
         """In which form it wants x."""
 
     @property
@@ -35,7 +35,7 @@ class Linear:
         return self.weight.num_bytes
 
     def __call__(self, x: Activation) -> Tensor:
-        return self._run(as_read(x, self.reads), self.weight)
+        return self._run(as_format(x, self.input_format), self.weight)
 
 
 def load_linear(

@@ -18,13 +18,13 @@ from torch import Tensor
 from moe_engine.kernels.attention.protocol import ExpandsParts, FusedMLA, MLABackend, MLALayer, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.kernels.quantization.protocol import Activation, Reads, read_by_all
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers import mla_pieces
+from moe_engine.models.layers import mla_chunks
 from moe_engine.models.layers.linear import Linear, load_linear
-from moe_engine.models.layers.mla_pieces import ContextPart, Piece
+from moe_engine.models.layers.mla_chunks import AttentionChunk, ContextChunk
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
@@ -115,7 +115,7 @@ class MLAAttention:
         self._kv_a = load_linear(kernel, reader, both, [rank, mla.cache_width], hidden, mla.bias)
         self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
-        self._q_norm.feed(self._q.reads)
+        self._q_norm.feed(self._q.input_format)
 
     def _load_kv_b(self, whole: MLAConfig, reader: WeightSource, prefix: str) -> None:
         mla = self._mla
@@ -130,15 +130,17 @@ class MLAAttention:
         self._kv_b = Linear(self._linear, weight)
 
     @property
-    def reads(self) -> Reads:
+    def input_format(self) -> ActivationFormat:
         """How it reads the hidden states."""
-        return self._kv_a.reads if self._q_norm is not None else read_by_all(self._kv_a.reads, self._q.reads)
+        if self._q_norm is not None:
+            return self._kv_a.input_format
+        return common_format(self._kv_a.input_format, self._q.input_format)
 
-    def pieces(self, batch: ForwardBatch) -> list[Piece]:
+    def pieces(self, batch: ForwardBatch) -> list[AttentionChunk]:
         """Host work of a step, the same for every layer: compute it once and hand it to each `forward`."""
-        return mla_pieces.cut(batch.attention, self._backend, batch.attention_plan, *self._limits)
+        return mla_chunks.cut(batch.attention, self._backend, batch.attention_plan, *self._limits)
 
-    def forward(self, hidden: Activation, batch: ForwardBatch, pieces: list[Piece] | None = None) -> Tensor:
+    def forward(self, hidden: Activation, batch: ForwardBatch, pieces: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache = self._mla, batch.kv[self._layer_index]
         pieces = self.pieces(batch) if pieces is None else pieces
         run, absorbed = self._run_whole, len(pieces) == 1 and pieces[0].absorbed
@@ -167,7 +169,7 @@ class MLAAttention:
         """This layer's, [num_slots, C+R]."""
         return batch.kv[self._layer_index]
 
-    def attend(self, query: Tensor, batch: ForwardBatch, pieces: list[Piece]) -> Tensor:
+    def attend(self, query: Tensor, batch: ForwardBatch, pieces: list[AttentionChunk]) -> Tensor:
         """[T, H, C+R] -> [T, H, C]."""
         (piece,) = pieces
         cache, width = batch.kv[self._layer_index], self._mla.kv_lora_rank
@@ -198,7 +200,7 @@ class MLAAttention:
             q = self._q(self._q_norm(down))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
-    def _absorbed(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
+    def _absorbed(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
         mixed = self._backend.absorbed(
             self._absorb(q), cache, piece.queries, self._scale, piece.plan, self._mla.kv_lora_rank
@@ -213,7 +215,7 @@ class MLAAttention:
         latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
         return latent
 
-    def _expanded(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
+    def _expanded(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over keys and values of the whole context."""
         backend, queries, shared = self._backend, piece.queries, piece.shared
         if piece.parts:
@@ -224,7 +226,7 @@ class MLAAttention:
         attend = backend.expanded if shared is None else backend.expanded_shared  # type: ignore[attr-defined]
         out.copy_(attend(q, kv, rope, queries, self._scale, piece.plan))
 
-    def _expanded_in_parts(self, q: Tensor, cache: Tensor, piece: Piece, out: Tensor) -> None:
+    def _expanded_in_parts(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
         """The same, of one part of the context after the other; keys and values of two are never there at once."""
         backend = self._backend
         assert isinstance(backend, ExpandsParts)
@@ -235,7 +237,9 @@ class MLAAttention:
         for part in others:
             backend.merge_parts(out, lse, *self._expanded_part(q, cache, piece, part))
 
-    def _expanded_part(self, q: Tensor, cache: Tensor, piece: Piece, part: ContextPart) -> tuple[Tensor, Tensor]:
+    def _expanded_part(
+        self, q: Tensor, cache: Tensor, piece: AttentionChunk, part: ContextChunk
+    ) -> tuple[Tensor, Tensor]:
         """q [T, H, N+R] -> [T, H, V] and its log-sum-exp [T, H], over one part."""
         kv, rope = self._expand(q, cache, piece.queries, part.plan, part.num_tokens)
         return self._backend.expanded_part(q, kv, rope, self._scale, part.plan)  # type: ignore[attr-defined]

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.linear.protocol import FusedMLP, PreparedLinear
-from moe_engine.kernels.quantization.protocol import Activation, as_read
+from moe_engine.kernels.quantization.protocol import Activation, as_format
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
+from moe_engine.parallel.dp_gather_scatter import TokenLayout
 from moe_engine.parallel.share import WHOLE, Share
-from moe_engine.parallel.token_moves import TokenLayout
 
 
 class MLP:
@@ -46,7 +46,7 @@ class MLP:
         self._gate_up = load_linear(kernel, reader, gate_up, [width, width], hidden, bias, [share, share])
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
         self._silu_and_mul = backends.ops.silu_and_mul
-        self.reads = self._gate_up.reads
+        self.input_format = self._gate_up.input_format
         """In which form it wants x."""
         fuses = isinstance(kernel, FusedMLP) and self._fuses(kernel)
         self._run_mlp: Callable[..., Tensor] | None = kernel.run_mlp if fuses else None  # type: ignore[attr-defined]
@@ -82,5 +82,5 @@ class MLP:
 
     def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
         if self._run_mlp is not None:
-            return self._run_mlp(as_read(x, self.reads), self._gate_up.weight, self._down.weight)
+            return self._run_mlp(as_format(x, self.input_format), self._gate_up.weight, self._down.weight)
         return self._down(self._silu_and_mul(self._gate_up(x)))

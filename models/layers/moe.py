@@ -16,18 +16,25 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.experts.counting import CountPlace, CountsChoices
 from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertsKernel, ExpertWeights
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, as_read, numbers_of, read_by_all
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    Activation,
+    ActivationFormat,
+    as_format,
+    common_format,
+    unquantized,
+)
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.stages import Stages, finish
+from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.models.load_threads import for_each
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
+from moe_engine.parallel.dp_gather_scatter import TokenLayout
 from moe_engine.parallel.experts import DispatchedExperts, make_routed_experts
 from moe_engine.parallel.share import WHOLE, Share
-from moe_engine.parallel.token_moves import TokenLayout
 
 if TYPE_CHECKING:
     from moe_engine.parallel.recording.recorder import ExpertRecorder
@@ -144,16 +151,17 @@ class MoE:
         return arrived if recorder.wants_arrivals else None
 
     @property
-    def tells(self) -> bool:
+    def records_experts(self) -> bool:
         """Whether somebody is told the choices. Else nobody wants them, or they are counted where they are made."""
         return self._recorder is not None
 
-    def room_for_choices(self, num_tokens: int) -> Tensor | None:
-        """[T, K] int32 for whoever runs the layer whole, to be given back to `chose`; None while nobody counts."""
+    def expert_ids_buffer(self, num_tokens: int) -> Tensor | None:
+        """int32 [T, K] for a call that runs the whole layer, then an argument of `record_expert_ids`; None while no
+        recording runs."""
         recorder = self._recorder
         return recorder.room_for(num_tokens) if recorder is not None and recorder.counting else None
 
-    def chose(self, ids: Tensor) -> None:
+    def record_expert_ids(self, ids: Tensor) -> None:
         """The experts [T, K] of a pass while somebody counts."""
         assert self._recorder is not None
         self._recorder.on_select(self.layer_index, ids)
@@ -163,24 +171,24 @@ class MoE:
         self._recorder = counter
 
     @property
-    def reads(self) -> Reads:
+    def input_format(self) -> ActivationFormat:
         """How the router, the shared expert and the routed ones read x."""
-        shared = () if self._shared is None else (self._shared.reads,)
-        return read_by_all(NUMBERS, self._routed.reads, *shared)
+        shared = () if self._shared is None else (self._shared.input_format,)
+        return common_format(UNQUANTIZED, self._routed.input_format, *shared)
 
     def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
         if self._whole is not None:
-            ids = self.room_for_choices(len(x))
+            ids = self.expert_ids_buffer(len(x))
             if ids is None:
                 return self._whole(x)
             out = self._whole(x, ids)
-            self.chose(ids)
+            self.record_expert_ids(ids)
             return out
         if self._overlap is not None and self._overlap.shared_expert:
             return finish(self.stages(x, phase))
         weights, ids = self._choose(x)
         shared = None if self._shared is None else self._shared.forward(x)
-        return self._routed.run(as_read(x, self._routed.reads), weights, ids, shared, phase)
+        return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
 
     # -- a pass that nobody counts over experts in their own slots, cut where these begin; `before` knows tensors only
 
@@ -193,15 +201,15 @@ class MoE:
     def before(self, x: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] -> weights and experts [T, K], and what the shared expert adds [T, D]."""
         shared = None if self._shared is None else self._shared.forward(x)
-        return *self._route(numbers_of(x), self._gate, self._bias, self._spec), shared
+        return *self._route(unquantized(x), self._gate, self._bias, self._spec), shared
 
     def after(self, x: Activation, weights: Tensor, ids: Tensor, shared: Tensor | None) -> Tensor:
         """[T, D]."""
-        return self._routed.run(as_read(x, self._routed.reads), weights, ids, shared)
+        return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared)
 
     def _choose(self, x: Activation) -> tuple[Tensor, Tensor]:
         """Weights and slots [T, K]."""
-        weights, ids = self._route(numbers_of(x), self._gate, self._bias, self._spec)
+        weights, ids = self._route(unquantized(x), self._gate, self._bias, self._spec)
         if self._tables is not None:
             ids = self._tables.to_physical(self.layer_index, ids)
         if self._recorder is not None and self._recorder.counting:

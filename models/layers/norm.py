@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops, QuantizingNorms
-from moe_engine.kernels.quantization.protocol import Reads, read_by_all
+from moe_engine.kernels.quantization.protocol import ActivationFormat, common_format
 from moe_engine.models.weights import WeightSource
 
 
@@ -28,13 +28,13 @@ class RMSNorm:
         self._rms_norm: Callable[..., Any] = ops.rms_norm
         self._add_rms_norm: Callable[..., Any] = ops.add_rms_norm
 
-    def feed(self, *readers: Reads) -> None:
+    def feed(self, *readers: ActivationFormat) -> None:
         """From now on gives `QuantizedActivation` if any reader wants rows and the kernels of this device make them; to
-        be called only if all that read this norm take them (`as_read`)."""
-        reads = read_by_all(*readers)
-        if reads.rows and isinstance(self._ops, QuantizingNorms):
-            self._rms_norm = partial(self._ops.rms_norm_quantized, reads=reads)
-            self._add_rms_norm = partial(self._ops.add_rms_norm_quantized, reads=reads)
+        be called only if all that read this norm take them (`as_format`)."""
+        format = common_format(*readers)
+        if format.rows and isinstance(self._ops, QuantizingNorms):
+            self._rms_norm = partial(self._ops.rms_norm_quantized, format=format)
+            self._add_rms_norm = partial(self._ops.add_rms_norm_quantized, format=format)
 
     def __call__(self, x: Tensor) -> Any:
         """x [T, D] -> its norm, a Tensor unless it feeds FP8 products."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.stages import Staged, Stages, finish
+from moe_engine.models.layers.overlap_stages import Staged, Stages, finish
 from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.dp_gather_scatter import Shares, TokenLayout, TokenMoves, Whole
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.parallel.token_moves import Shares, TokenLayout, TokenMoves, Whole
 
 
 class ShardedLayer:
@@ -39,7 +39,7 @@ class ShardedLayer:
         self.shares_out = isinstance(moves, Shares)
         self.passes_on = not moves.moves_out
         if not moves.moves_in:
-            post_norm.feed(feed_forward.reads)
+            post_norm.feed(feed_forward.input_format)
         self._moves = moves
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_engine.kernels.attention.stacking import FusedStack, StackedLayer
+from moe_engine.kernels.decoder.stacking import FusedStack, StackedLayer
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.mla import MLAAttention
-from moe_engine.models.layers.mla_pieces import Piece
+from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
@@ -27,7 +27,7 @@ class LayerStack:
         self._fused = fused
         self._max_tokens = backend.max_fused_tokens
         self._moes = [part if isinstance(part, MoE) else None for part in feed_forwards]
-        self.tells = False
+        self.records_experts = False
         """Whether layers are asked if somebody is to be told what they choose."""
 
     @classmethod
@@ -49,25 +49,25 @@ class LayerStack:
         """What `FusedStack.fuse_stack` gave."""
         return self._fused
 
-    def takes(self, batch: ForwardBatch, pieces: Sequence[Piece]) -> bool:
+    def takes(self, batch: ForwardBatch, pieces: Sequence[AttentionChunk]) -> bool:
         return len(pieces) == 1 and pieces[0].absorbed and batch.num_tokens <= self._max_tokens
 
-    def forward(self, batch: ForwardBatch, pieces: Sequence[Piece]) -> Tensor:
+    def forward(self, batch: ForwardBatch, pieces: Sequence[AttentionChunk]) -> Tensor:
         """`Model.forward` of a step that it takes."""
         piece = pieces[0]
-        rooms = self._rooms(batch.num_tokens) if self.tells else None
+        rooms = self._rooms(batch.num_tokens) if self.records_experts else None
         out = self._backend.run_stack(
             self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, piece.queries, piece.plan, rooms
         )
         if rooms is not None:
             for moe, ids in zip(self._moes, rooms):
                 if moe is not None and ids is not None:
-                    moe.chose(ids)
+                    moe.record_expert_ids(ids)
         return out
 
     def _rooms(self, num_tokens: int) -> list[Tensor | None] | None:
         """For the choices of each layer; None while nobody counts."""
-        rooms = [None if moe is None else moe.room_for_choices(num_tokens) for moe in self._moes]
+        rooms = [None if moe is None else moe.expert_ids_buffer(num_tokens) for moe in self._moes]
         return None if all(room is None for room in rooms) else rooms
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.config.field import option_of
-from moe_engine.config.values import refuse_later
+from moe_engine.config.values import refuse_unsupported
 from moe_engine.errors import ConfigError
 
 SWITCH = False
@@ -59,17 +59,17 @@ class AbsentFlag:
         raise NotImplementedError
 
 
-class LaterFlag(AbsentFlag):
+class UnsupportedFlag(AbsentFlag):
     """A flag that a later part (`reason`) brings."""
 
     def refusal(self, keyword: str, value: Any) -> ConfigError:
         if self.is_switch:
-            return refuse_later(option_of(keyword), self.reason, "leave it out")
+            return refuse_unsupported(option_of(keyword), self.reason, "leave it out")
         values = value if isinstance(value, (list, tuple)) else [value]
         shown = " ".join(str(item) for item in values)
         is_true = any(_same(self.default, known) for known in IN_FORCE)
         instead = f"leave it out or use {self.default}" if is_true else "leave it out"
-        return refuse_later(f"{option_of(keyword)} {shown}", self.reason, instead)
+        return refuse_unsupported(f"{option_of(keyword)} {shown}", self.reason, instead)
 
 
 class DroppedFlag(AbsentFlag):

@@ -15,7 +15,6 @@ from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import Parser, add_flags, parse_flags
 from moe_engine.config.graphs import GraphArgs
-from moe_engine.config.later import LATER
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.config.model import ModelArgs
@@ -24,6 +23,7 @@ from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.config.unknown_flag import keyword_of, unknown_flag
+from moe_engine.config.unsupported_flags import LATER
 from moe_engine.config.values import to_field_value
 from moe_engine.errors import ConfigError
 

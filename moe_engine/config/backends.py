@@ -48,7 +48,7 @@ class BackendArgs:
         "an error.",
         choices=_attention,
         synonyms=CPU_SYNONYMS,
-        later={
+        unsupported={
             **dict.fromkeys(("trtllm_mla", "trtllm_mha"), TENSORRT),
             **dict.fromkeys(("fa4", "flex_attention", "cutedsl_mla", "cutlass_mla"), MORE_GPU),
             **dict.fromkeys(("dsa", "nsa", "qsa", "dsv4"), "sparse attention (DeepSeek V3.2)"),
@@ -60,7 +60,7 @@ class BackendArgs:
         "Grouped matrix products of the routed experts.",
         choices=_experts,
         synonyms=CPU_SYNONYMS,
-        later={
+        unsupported={
             "flashinfer_trtllm": TENSORRT,
             **dict.fromkeys(
                 ("triton_kernel", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4", "cutlass", "marlin"),
@@ -75,7 +75,7 @@ class BackendArgs:
         "Drawing tokens from logits. pytorch means the torch row.",
         choices=_sampling,
         synonyms={"pytorch": "torch"},
-        later=dict.fromkeys(("ascend", "intel_xpu"), OTHER_DEVICES),
+        unsupported=dict.fromkeys(("ascend", "intel_xpu"), OTHER_DEVICES),
     )
     enable_deterministic_inference: bool = flag(
         False,

@@ -22,7 +22,7 @@ class ExpertArgs:
         "dynamic: they take turns. Left out: static, or dynamic without --moe-a2a-backend, where all ranks see all "
         "tokens and must choose alike.",
         choices=("static", "dynamic"),
-        later=dict.fromkeys(("fake", "lp"), LATER_ALGORITHM),
+        unsupported=dict.fromkeys(("fake", "lp"), LATER_ALGORITHM),
     )
     init_expert_location: str = flag(
         "trivial",
@@ -39,7 +39,7 @@ class ExpertArgs:
         "How placements are planned. deepseek: copies of the busiest experts, dealt to all ranks; "
         "deepseek_hierarchical: whole expert groups to nodes first; auto: the latter where groups fit --nnodes.",
         choices=("auto", "deepseek", "deepseek_hierarchical"),
-        later=dict.fromkeys(
+        unsupported=dict.fromkeys(
             ("deepseek_vec", "deepseek_vec_hierarchical", "elasticity_aware", "elasticity_aware_hierarchical"),
             LATER_ALGORITHM,
         ),

@@ -22,7 +22,7 @@ class Flag:
         old: spellings of earlier SGLang releases; accepted with a one-line note.
         choices: allowed values, or a function that lists them (so that a table can own them).
         synonyms: values of SGLang that mean one of ours (``half`` -> ``float16``).
-        later: values users of SGLang know that a later part brings, each with the name of that part.
+        unsupported: values of SGLang that this engine does not support, each with the missing feature.
         many: takes several words (``1 2 4``), which are joined by spaces.
         parse: turns the text of the command line into the value; the type's own parser when None.
     """
@@ -32,7 +32,7 @@ class Flag:
     old: tuple[str, ...] = ()
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] | None = None
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    later: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metavar: str | None = None
     many: bool = False
     parse: Callable[[str], Any] | None = None

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import FieldInfo, fields_of, option_of
-from moe_engine.config.later import LATER
 from moe_engine.config.unknown_flag import accepted_matches, keyword_of, unknown_flag
+from moe_engine.config.unsupported_flags import LATER
 from moe_engine.errors import ConfigError
 
 GROUPS = {

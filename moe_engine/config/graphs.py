@@ -42,5 +42,5 @@ class GraphArgs:
         None,
         "full: steps are recorded whole; disabled: as --disable-cuda-graph. Left out: full.",
         choices=("full", "disabled"),
-        later={"breakable": "graphs with gaps", "tc_piecewise": "torch.compile"},
+        unsupported={"breakable": "graphs with gaps", "tc_piecewise": "torch.compile"},
     )

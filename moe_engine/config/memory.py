@@ -58,5 +58,5 @@ class MemoryArgs:
         "carry their own scales), fp8_e5m2 exactly twice, less accurately.",
         choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
         synonyms={"bf16": "bfloat16"},
-        later=dict.fromkeys(("mxfp8", "fp4_e2m1", "nvfp4", "fp4_mx_block16"), OTHER_KV),
+        unsupported=dict.fromkeys(("mxfp8", "fp4_e2m1", "nvfp4", "fp4_mx_block16"), OTHER_KV),
     )

@@ -33,7 +33,7 @@ class ModelArgs:
         "auto",
         "auto and safetensors read *.safetensors; dummy fills the weights with random values (for measurements).",
         choices=("auto", "safetensors", "dummy"),
-        later=dict.fromkeys(
+        unsupported=dict.fromkeys(
             ("pt", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered", "remote", "presharded", "mistral",
              "fastsafetensors", "runai_streamer", "remote_instance", "flash_rl", "instanttensor", "expert_pack"),
             OTHER_FORMATS,
@@ -55,7 +55,7 @@ class ModelArgs:
         "How the weights are quantised. Left out: as config.json says. fp8: DeepSeek's 128x128 blocks; on a GPU "
         "they stay as they are where a kernel multiplies with them, a CPU dequantises them while loading.",
         choices=("fp8",),
-        later=dict.fromkeys(
+        unsupported=dict.fromkeys(
             ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8",
              "modelopt_fp4", "modelopt_mixed", "w8a8_int8", "w8a8_fp8", "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online",
              "w4afp8", "quark", "quark_mxfp4", "compressed-tensors", "auto-round", "qoq", "petit_nvfp4"),
@@ -73,7 +73,7 @@ class ModelArgs:
         None,
         "cpu or cuda. Left out: cuda where torch can use one, cpu elsewhere.",
         choices=("cpu", "cuda"),
-        later=dict.fromkeys(("xpu", "hpu", "npu", "musa", "mps"), "other accelerators"),
+        unsupported=dict.fromkeys(("xpu", "hpu", "npu", "musa", "mps"), "other accelerators"),
     )
     served_model_name: str | None = flag(
         None, "Name of the model in /v1/models and in answers. Left out: the model path.", metavar="NAME"

@@ -60,7 +60,7 @@ class ParallelArgs:
         "What moves tokens to the ranks of their experts. none: every rank sees all tokens. auto: the best that can "
         "serve here (deepep on GPUs, shared_memory on one CPU host, two_hop on several nodes).",
         choices=_dispatchers,
-        later=dict.fromkeys(
+        unsupported=dict.fromkeys(
             ("deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "megamoe", "flashinfer_megamoe",
              "pplx", "ascend_tp"),
             OTHER_DISPATCHERS,

@@ -19,7 +19,7 @@ class SchedulingArgs:
         "prefix tree; lof: longest max_new_tokens first; random: shuffled every step; priority: by the requests' "
         "priority.",
         choices=("fcfs", "lpm", "dfs-weight", "lof", "random", "priority"),
-        later=dict.fromkeys(("routing-key", "hrrn", "shortest-prefill-first"), MORE_POLICIES),
+        unsupported=dict.fromkeys(("routing-key", "hrrn", "shortest-prefill-first"), MORE_POLICIES),
     )
     schedule_conservativeness: float = flag(
         1.0,

@@ -42,7 +42,7 @@ class ServerArgs:
         "Splits the model's thinking from its answer into `reasoning_content`. Left out: it stays in the text; the "
         "embedded model gets its own.",
         choices=_reasoning_parsers,
-        later=dict.fromkeys(
+        unsupported=dict.fromkeys(
             ("auto", "minimax", "minimax-append-think", "gpt-oss", "step3", "deepseek-v4", "deepseek-v41", "mistral",
              "nemotron_3", "hunyuan", "mimo"),
             MORE_PARSERS,
@@ -53,7 +53,7 @@ class ServerArgs:
         "Turns the model's tool calls into `tool_calls`; the name says the format. Left out: they stay in the text; "
         "the embedded model gets its own.",
         choices=_tool_call_parsers,
-        later=dict.fromkeys(
+        unsupported=dict.fromkeys(
             ("auto", "deepseekv32", "deepseekv4", "deepseekv41", "qwen", "qwen25", "qwen3_coder", "llama3", "mistral",
              "kimi_k2", "glm", "glm45", "glm47", "pythonic", "gpt-oss", "step3", "minimax-m2", "hermes", "hunyuan",
              "mimo"),

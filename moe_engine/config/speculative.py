@@ -32,7 +32,7 @@ class SpeculativeArgs:
         "what followed the last words earlier in the text, without any model. Left out: one token a step.",
         aliases=("--speculative-algo",),
         choices=("NEXTN", "EAGLE", "STANDALONE", "NGRAM"),
-        later={"EAGLE3": EAGLE_HEADS, **dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters")},
+        unsupported={"EAGLE3": EAGLE_HEADS, **dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters")},
         parse=str.upper,
     )
     speculative_draft_model_path: str | None = flag(

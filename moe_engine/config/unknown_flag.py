@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from moe_engine.config.dropped import DROPPED, FOREIGN
-from moe_engine.config.later import LATER
+from moe_engine.config.unsupported_flags import LATER
 from moe_engine.config.values import nearest
 
 

@@ -36,7 +36,7 @@ def parse_json_object(text: str) -> str:
     return text
 
 
-def refuse_later(given: str, part: str, instead: str) -> NotAvailableYet:
+def refuse_unsupported(given: str, part: str, instead: str) -> NotAvailableYet:
     """The one wording for what a later part brings."""
     return NotAvailableYet(f"{given}: not available yet in moe-engine (comes with {part}); {instead}")
 
@@ -123,7 +123,7 @@ def _choose(option: str, flag: Flag, value: str, default: Any) -> str:
     if value in flag.synonyms:
         return flag.synonyms[value]
     listed = ", ".join(allowed)
-    if value in flag.later:
+    if value in flag.unsupported:
         instead = f"leave it out or use one of: {listed}"
-        raise refuse_later(f"{option} {value}", flag.later[value], instead)
+        raise refuse_unsupported(f"{option} {value}", flag.unsupported[value], instead)
     raise ConfigError(f"{option} {value}: unknown value{did_you_mean(value, allowed)}; choose one of: {listed}")

@@ -2,12 +2,12 @@
 
 from moe_engine.scheduler.config import POLICIES, SchedulerConfig
 from moe_engine.scheduler.events import PlanFacts, RequestEvent, RequestTiming, SchedulerStats
-from moe_engine.scheduler.scheduler import NEEDS_DRAIN, Drain, Scheduler
+from moe_engine.scheduler.scheduler import NEEDS_RESULT, NeedsResult, Scheduler
 
 __all__ = [
-    "NEEDS_DRAIN",
+    "NEEDS_RESULT",
     "POLICIES",
-    "Drain",
+    "NeedsResult",
     "PlanFacts",
     "RequestEvent",
     "RequestTiming",

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.policies import Policy
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.types import Request
@@ -70,7 +70,7 @@ class PrefillBudget:
     """The three budgets of one batch."""
 
     def __init__(
-        self, config: SchedulerConfig, memory: RequestMemory, ratio: float, running: list[Request], num_mixed: int
+        self, config: SchedulerConfig, memory: KVCacheManager, ratio: float, running: list[Request], num_mixed: int
     ) -> None:
         self._config = config
         self._memory = memory
@@ -101,7 +101,7 @@ class PrefillBudget:
 class Admission:
     """Builds prefill batches."""
 
-    def __init__(self, config: SchedulerConfig, memory: RequestMemory, queue: WaitingQueue) -> None:
+    def __init__(self, config: SchedulerConfig, memory: KVCacheManager, queue: WaitingQueue) -> None:
         self._config = config
         self._memory = memory
         self._queue = queue

@@ -1,7 +1,7 @@
 """How deep to draft, so that speculation never loses: the depth with the most expected tokens a second.
 
 Two things are learned while serving. The share of drafts accepted at each position gives the tokens that a step of
-depth d is expected to bring a request, 1 + a1 + a1 a2 + ...; `step_price` learns what such a step costs. Both say
+depth d is expected to bring a request, 1 + a1 + a1 a2 + ...; `step_cost_model` learns what such a step costs. Both say
 something about depths that were never tried: the best one on paper is taken, but at most twice as deep as any before.
 Now and then a step takes the runner-up, so that its price stays true.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from moe_engine.scheduler.step_price import StepCost, StepPrice
+from moe_engine.scheduler.step_cost_model import StepCost, StepCostModel
 from moe_engine.types import SpeculationConfig
 
 
@@ -122,7 +122,7 @@ class AutoDepth:
         self._config = config
         self._max = config.num_steps
         self._acceptance = Acceptance(self._max)
-        self._price = StepPrice(config)
+        self._price = StepCostModel(config)
         self._awake = True
         self._learning = False
         """Asleep only until it is known what a plain step costs."""

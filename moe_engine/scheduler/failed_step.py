@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_engine.scheduler.events import RequestEvent
-from moe_engine.scheduler.memory import token_run
+from moe_engine.scheduler.kv_cache_manager import token_run
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.prefix_keys import bigrams
-from moe_engine.scheduler.request_book import RequestBook
+from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import Request, Status
 
 
 def give_up(
-    book: RequestBook, records: Sequence[StepRecord], now: float
+    book: RequestTable, records: Sequence[StepRecord], now: float
 ) -> tuple[list[tuple[Request, int, bool]], list[RequestEvent], int]:
     """Takes back the planned steps, the first of which failed; none is in flight any more.
 
@@ -48,7 +48,7 @@ def give_up(
     return [place for place in passed if place[0].status is not Status.FINISHED], events, len(in_rows)
 
 
-def resend(book: RequestBook, records: Sequence[StepRecord]) -> None:
+def resend(book: RequestTable, records: Sequence[StepRecord]) -> None:
     """Rows that the plans gave up, and slots that they re-pointed, go out again with the next plan."""
     given_up = [row for record in records for row in record.finished_rows]
     book.finished_rows = list(dict.fromkeys([*given_up, *book.finished_rows]))
@@ -67,7 +67,7 @@ def _take_back(record: StepRecord) -> None:
             request.num_computed = record.prompt_spans[row][0]
 
 
-def _forget(book: RequestBook, request: Request, start: int) -> None:
+def _forget(book: RequestTable, request: Request, start: int) -> None:
     """Nothing of a prompt from `start` on stays in the cache, however it came there."""
     tokens = token_run(request, 0, request.num_tokens)
     keys = bigrams(tokens) if book.config.bigram_prefixes else tokens

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.radix_cache import Node, RadixCache
-from moe_engine.scheduler.slot_allocator import EpochPool
+from moe_engine.scheduler.slot_allocator import DeferredFreePool
 from moe_engine.types import Request
 
 
-def check_integrity(memory: RequestMemory, live: Iterable[Request]) -> list[str]:
+def check_integrity(memory: KVCacheManager, live: Iterable[Request]) -> list[str]:
     """Checks and repairs tree, slots and rows. Returns the findings, empty if all was well."""
     running = [request for request in live if request.row >= 0]
     findings = check_tree(memory.tree, [r.tree_node for r in running if r.tree_node is not None])
@@ -40,7 +40,7 @@ def check_integrity(memory: RequestMemory, live: Iterable[Request]) -> list[str]
     return findings
 
 
-def _check_pool(name: str, pool: EpochPool, owned: set[int]) -> list[str]:
+def _check_pool(name: str, pool: DeferredFreePool, owned: set[int]) -> list[str]:
     free = pool.free_ids()
     pending = [i for ids in pool.pending_ids().values() for i in ids]
     everything = free + pending + list(owned)

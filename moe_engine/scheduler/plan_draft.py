@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from moe_engine.scheduler.admission import PrefillJob
-from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.types import NewRow, Request, RowWrite, Speculation, StepPlan
 
 
@@ -82,7 +82,7 @@ class PlanDraft:
             some_end |= len(request.output_ids) + request.num_in_flight >= request.max_new_tokens
         return some_end
 
-    def add_decodes(self, requests: list[Request], memory: RequestMemory) -> bool:
+    def add_decodes(self, requests: list[Request], memory: KVCacheManager) -> bool:
         """One token each, taken from the device. True if some of them need no further step."""
         self.slots = memory.take_decode_slots(requests)
         self.num_decodes = len(requests)

@@ -6,20 +6,24 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import take_tokens
 from moe_engine.scheduler.plan_draft import StepRecord
-from moe_engine.scheduler.request_book import RequestBook
+from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import FinishReason, PackedLogprobs, Request, StepResult
 
 _ANY_ID = 1 << 62
 
 
 def read_result(
-    book: RequestBook, record: StepRecord, result: StepResult, now: float, fates: list[tuple[int, int]] | None = None
+    book: RequestTable,
+    record: StepRecord,
+    result: StepResult,
+    now: float,
+    outcomes: list[tuple[int, int]] | None = None,
 ) -> list[RequestEvent]:
     """Appends tokens, ends what has ended, and returns an event for each request with news.
 
     Tokens of requests that ended while the step was in flight are waste and dropped. A step may bring several tokens
-    for a request (speculation); its plan must have given it slots for them. `fates` gets, for each request with drafts
-    that still runs, how many of them were judged (those behind its end are not) and how many were accepted.
+    for a request (speculation); its plan must have given it slots for them. `outcomes` gets,
+    for each request with drafts that still runs, how many were verified (those behind its end are not) and accepted.
 
     Raises:
         MoeEngineError: the result does not belong to the plan.
@@ -59,8 +63,8 @@ def read_result(
             kept, reason = tokens, None
         else:
             kept, reason = _take_several(request, tokens, vocab)
-        if depth and fates is not None:
-            fates.append(_judge_drafts(request, depth, len(tokens), len(kept), ended=reason is not None))
+        if depth and outcomes is not None:
+            outcomes.append(_judge_drafts(request, depth, len(tokens), len(kept), ended=reason is not None))
         mine = logprobs[i] if logprobs else None
         mine = mine.part(0, len(kept)) if mine is not None and kept else None
         prompt = book.take_prompt_logprobs(request.rid) if waiting_logprobs else None
@@ -119,7 +123,7 @@ def _judge_drafts(request: Request, depth: int, brought: int, kept: int, *, ende
     return judged, good
 
 
-def _keep_prompt_logprobs(book: RequestBook, record: StepRecord, by_row: dict[int, PackedLogprobs]) -> None:
+def _keep_prompt_logprobs(book: RequestTable, record: StepRecord, by_row: dict[int, PackedLogprobs]) -> None:
     """They come chunk by chunk and are reported once, with the first token."""
     for row, logprobs in by_row.items():
         request = record.prefilled.get(row)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.types import Request
 
 
@@ -25,7 +25,7 @@ def victim_order(requests: Sequence[Request], config: SchedulerConfig) -> list[R
     return sorted(requests, key=key)
 
 
-def choose_victims(requests: Sequence[Request], config: SchedulerConfig, memory: RequestMemory) -> list[Request]:
+def choose_victims(requests: Sequence[Request], config: SchedulerConfig, memory: KVCacheManager) -> list[Request]:
     """The requests to retract so that the others can decode on for `retract_decode_steps`; never all of them.
 
     Counts on a victim's private slots only. Nothing may be in flight.
@@ -49,7 +49,7 @@ def choose_victims(requests: Sequence[Request], config: SchedulerConfig, memory:
 
 
 def choose_preempted(
-    running: Sequence[Request], waiting: Request, config: SchedulerConfig, memory: RequestMemory, need: int
+    running: Sequence[Request], waiting: Request, config: SchedulerConfig, memory: KVCacheManager, need: int
 ) -> list[Request]:
     """Running requests that yield to a much more urgent waiting one: the least urgent and youngest first, until a row
     and `need` tokens would be free. Empty if that cannot be reached by those more than the threshold less urgent."""

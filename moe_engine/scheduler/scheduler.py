@@ -27,7 +27,7 @@ from moe_engine.scheduler.events import PlanFacts, RequestEvent, SchedulerStats
 from moe_engine.scheduler.failed_step import give_up, resend
 from moe_engine.scheduler.integrity import check_integrity
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
-from moe_engine.scheduler.request_book import RequestBook
+from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.scheduler.results import read_result
 from moe_engine.scheduler.retraction import choose_preempted, choose_victims
 from moe_engine.scheduler.speculation import Speculator
@@ -43,13 +43,13 @@ RETRY_DECODE_STEPS = 10
 """A queue blocked by memory is looked at again after so many decode steps, or when something was freed."""
 
 
-class Drain(enum.Enum):
+class NeedsResult(enum.Enum):
     """Answer of `schedule()`: take in the result of the step in flight, then ask again."""
 
-    NEEDS_DRAIN = "needs drain"
+    NEEDS_RESULT = "needs drain"
 
 
-NEEDS_DRAIN: Final = Drain.NEEDS_DRAIN
+NEEDS_RESULT: Final = NeedsResult.NEEDS_RESULT
 
 
 class Scheduler:
@@ -57,7 +57,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.book = RequestBook(config)
+        self.book = RequestTable(config)
         self.memory = self.book.memory
         self.ratio = NewTokenRatio(config)
         self.speculator = Speculator(config.speculation) if config.speculation is not None else None
@@ -67,7 +67,7 @@ class Scheduler:
         self._clock = clock
         self._admission = Admission(config, self.memory, self.book.queue)
         self._flying: deque[StepRecord] = deque()
-        self._to_absorb: list[Request] = []
+        self._to_cache: list[Request] = []
         self._prefills_in_a_row = 0
         self._decode_steps = 0
         self._retry_at = 0
@@ -140,7 +140,7 @@ class Scheduler:
     def _forget_flying(self) -> None:
         """Skips a step number: the worker does not run the step whose number follows that of a failed one."""
         self._flying.clear()
-        self._to_absorb.clear()
+        self._to_cache.clear()
         self.memory.step += 1
 
     @property
@@ -175,9 +175,9 @@ class Scheduler:
 
     # -- planning
 
-    def schedule(self, hold_prefill: bool = False) -> StepPlan | Literal[Drain.NEEDS_DRAIN] | None:
+    def schedule(self, hold_prefill: bool = False) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """The next step; None if there is nothing to do now (with a step in flight: before its result is in);
-        NEEDS_DRAIN if memory is so short that the step in flight must be taken in first.
+        NEEDS_RESULT if memory is so short that the step in flight must be taken in first.
 
         Args:
             hold_prefill: no prompts in this step, because others want to decode.
@@ -190,7 +190,7 @@ class Scheduler:
         turns = (self._schedule_alone, self._schedule) if self._alone_turn else (self._schedule, self._schedule_alone)
         return turns[0](hold_prefill) or turns[1](hold_prefill)
 
-    def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[Drain.NEEDS_DRAIN] | None:
+    def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of everybody but suspects."""
         book, draft = self.book, PlanDraft()
         num_before = book.num_running
@@ -211,7 +211,7 @@ class Scheduler:
         self._note_kind(draft)
         return self._launch(draft, batch, num_before)
 
-    def _schedule_alone(self, hold_prefill: bool) -> StepPlan | Literal[Drain.NEEDS_DRAIN] | None:
+    def _schedule_alone(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of one suspect, with nothing else in flight; None if none of them can go on now."""
         book, suspects = self.book, self._suspects
         for suspect in suspects.ready(book, hold_prefill):
@@ -242,9 +242,9 @@ class Scheduler:
         """A plan without requests, for a rank that must join a step of others. Its (empty) result goes to `update`."""
         return self._launch(PlanDraft(), PrefillBatch(), self.book.num_running)
 
-    def _drain(self) -> Literal[Drain.NEEDS_DRAIN]:
+    def _drain(self) -> Literal[NeedsResult.NEEDS_RESULT]:
         self.totals.drains += 1
-        return Drain.NEEDS_DRAIN
+        return NeedsResult.NEEDS_RESULT
 
     def _is_decode_turn(self) -> bool:
         return bool(self._due()) and self._prefills_in_a_row >= self.config.max_consecutive_prefills
@@ -258,12 +258,12 @@ class Scheduler:
 
     def _absorb_prefills(self) -> None:
         """What the last plan prefills is shared from now on: later steps run after it."""
-        for request in self._to_absorb:
+        for request in self._to_cache:
             if request.row >= 0:
-                write = self.memory.absorb(request)
+                write = self.memory.cache_unfinished(request)
                 if write is not None:
                     self.book.row_writes.append(write)
-        self._to_absorb.clear()
+        self._to_cache.clear()
 
     def _decode_into(self, draft: PlanDraft, alone: Request | None = None) -> bool:
         """All running requests decode, or a suspect alone. False if that has to wait for the step in flight."""
@@ -374,7 +374,7 @@ class Scheduler:
                 book.chunked = job.entry
             if draft.add_prefill(job):
                 book.decodes.append(request)
-            self._to_absorb.append(request)
+            self._to_cache.append(request)
         self.totals.hit_rate = batch.cached_tokens / (batch.cached_tokens + batch.num_tokens)
 
     def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int, alone: Request | None = None) -> StepPlan:
@@ -423,10 +423,10 @@ class Scheduler:
         if self.memory.retire(result.number):
             self._retry_at = 0
         left, now = self.book.num_left, self._clock()
-        fates: list[tuple[int, int]] = []
-        events = read_result(self.book, record, result, now, fates)
+        draft_outcomes: list[tuple[int, int]] = []
+        events = read_result(self.book, record, result, now, draft_outcomes)
         if self.speculator is not None:
-            self.speculator.observe(record, result, fates)
+            self.speculator.observe(record, result, draft_outcomes)
         self.totals.generated_tokens += sum(len(event.token_ids) for event in events)
         if self.book.aborting:
             events += self.book.end_aborting(now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class EpochPool:
+class DeferredFreePool:
     """A pool of integer ids, freed by step number. Used as it is for the rows of the worker's tables.
 
     Handing out takes from the end of a list, so a batch costs one slice. Double frees are not looked for here, in the
@@ -122,7 +122,7 @@ class SlotAllocator:
             raise ValueError(f"num_slots {num_slots} is not a multiple of page_size {page_size}")
         self.num_slots = num_slots
         self.page_size = page_size
-        self.pages = EpochPool(range(page_size, num_slots + page_size, page_size))
+        self.pages = DeferredFreePool(range(page_size, num_slots + page_size, page_size))
 
     @property
     def num_free(self) -> int:

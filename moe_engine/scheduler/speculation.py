@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from moe_engine.scheduler.draft_depth import make_policy
 from moe_engine.scheduler.events import SpecStats
-from moe_engine.scheduler.memory import RequestMemory
+from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
-from moe_engine.scheduler.request_book import RequestBook
-from moe_engine.scheduler.step_price import StepCost
+from moe_engine.scheduler.request_table import RequestTable
+from moe_engine.scheduler.step_cost_model import StepCost
 from moe_engine.types import Request, SpeculationConfig, StepResult
 
 
@@ -45,7 +45,7 @@ class Speculator:
         return follow
 
     def decode_into(
-        self, draft: PlanDraft, requests: list[Request], book: RequestBook, memory: RequestMemory
+        self, draft: PlanDraft, requests: list[Request], book: RequestTable, memory: KVCacheManager
     ) -> bool | None:
         """Adds decodes, with the drafts for which there is room. None if there is no room even without; else as
         `PlanDraft.add_decodes`."""
@@ -66,14 +66,18 @@ class Speculator:
         return None
 
     def _add(
-        self, draft: PlanDraft, requests: list[Request], depths: list[int], widths: list[int], memory: RequestMemory
+        self, draft: PlanDraft, requests: list[Request], depths: list[int], widths: list[int], memory: KVCacheManager
     ) -> bool:
         reserved = memory.reserve(requests, widths)
         return draft.add_speculative(requests, depths, [self._config.num_nodes(d) for d in depths], reserved)
 
-    def observe(self, record: StepRecord, result: StepResult, fates: list[tuple[int, int]]) -> None:
-        """A step with decodes is over; `fates` of its requests with drafts, as `DepthPolicy.observe` takes them."""
-        for judged, good in fates:
+    def observe(self, record: StepRecord, result: StepResult, draft_outcomes: list[tuple[int, int]]) -> None:
+        """A step with decodes is over.
+
+        Args:
+            draft_outcomes: of its requests with drafts, as `DepthPolicy.observe` takes them.
+        """
+        for judged, good in draft_outcomes:
             self._verified += 1
             self.decode_steps += 1
             self.accepted_tokens += good + 1
@@ -81,7 +85,7 @@ class Speculator:
                 self._proposed[i] += 1
             for i in range(good):
                 self._accepted[i] += 1
-        self._policy.observe(fates, _cost(record, result))
+        self._policy.observe(draft_outcomes, _cost(record, result))
 
     def take_accept_length(self) -> float | None:
         """Mean tokens by request and step with drafts since the last call; None if there were no drafts."""
@@ -104,7 +108,7 @@ def _cost(record: StepRecord, result: StepResult) -> StepCost | None:
     return StepCost(len(record.sampled), drafting, depth, *seconds, plain=not record.depths)
 
 
-def _prompts_may_join(book: RequestBook) -> bool:
+def _prompts_may_join(book: RequestTable) -> bool:
     """Whether the step may hold prompts, which the drafter should follow, beside the decodes."""
     return book.config.enable_mixed_chunk and (len(book.queue) > 0 or book.chunked is not None)
 

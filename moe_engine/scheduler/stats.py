@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.scheduler.events import SchedulerStats, SpecStats
-from moe_engine.scheduler.request_book import RequestBook
+from moe_engine.scheduler.request_table import RequestTable
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Totals:
 
 
 def snapshot(
-    book: RequestBook, totals: Totals, ratio: float, now: float, speculation: SpecStats | None = None
+    book: RequestTable, totals: Totals, ratio: float, now: float, speculation: SpecStats | None = None
 ) -> SchedulerStats:
     """Everything about this rank's scheduler, in constant time: the board shows it many times a second."""
     memory, queue = book.memory, book.queue

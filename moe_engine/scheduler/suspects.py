@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from moe_engine.scheduler.request_book import RequestBook
+from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import Request, Status
 
 MAX_SHARED_FAILURES = 2
@@ -62,7 +62,7 @@ class Suspects:
             never = request.failed_steps >= MAX_SHARED_FAILURES
             self._order.append(_Suspicion(request, NEVER if never else until, self._failure))
 
-    def ready(self, book: RequestBook, hold_prefill: bool) -> Iterator[Request]:
+    def ready(self, book: RequestTable, hold_prefill: bool) -> Iterator[Request]:
         """Those that can have a step now, the first to be tried first."""
         self._forget_ended()
         for suspicion in list(self._order):
@@ -73,7 +73,7 @@ class Suspects:
             elif request in book.decodes:  # else its last step is in flight
                 yield request
 
-    def keep_out(self, book: RequestBook) -> bool:
+    def keep_out(self, book: RequestTable) -> bool:
         """Whether no other request may be admitted: a suspect waits for the last row, or for room."""
         self._forget_ended()
         waits = any(suspicion.request.row < 0 for suspicion in self._order)

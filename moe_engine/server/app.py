@@ -9,19 +9,19 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
-from moe_engine.engine.client_api import EngineClient
-from moe_engine.engine.frontend import Frontend, Observer
 from moe_engine.errors import ConfigError, InputError
+from moe_engine.frontend.client_api import EngineClient
+from moe_engine.frontend.frontend import Frontend, Observer
 from moe_engine.server.auth import KeyCheck
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.body_work import body_work
 from moe_engine.server.control_api import LATER_ENDPOINTS, ControlApi, internal_states, version
 from moe_engine.server.edge import EdgeCheck
 from moe_engine.server.errors import (
+    ErrorFormat,
     Handler,
     Problem,
-    Shape,
-    body_shape,
+    error_format_of,
     error_response,
     guarded,
     native_body,
@@ -102,7 +102,7 @@ def _check_parsers(settings: ServerSettings) -> None:
             raise ConfigError(f"{flag} {chosen}: not available yet in moe-engine; choose one of {', '.join(known)}")
 
 
-def _route(app: FastAPI, paths: str, handler: Handler, shape: Shape, methods: str = "GET") -> None:
+def _route(app: FastAPI, paths: str, handler: Handler, shape: ErrorFormat, methods: str = "GET") -> None:
     endpoint = guarded(handler, shape)
     wanted = methods.split()
     if wanted == ["GET"]:  # endpoints that take POST too change something; uvicorn leaves the body out
@@ -155,7 +155,7 @@ def _add_native(app: FastAPI, state: ServerState) -> None:
     _route(app, "/model_info /get_model_info", control.model_info, native_body)
     _route(app, "/server_info /get_server_info", control.server_info, native_body)
     _route(app, "/v1/loads", control.loads, native_body)
-    _route(app, "/get_load", control.old_load, native_body)
+    _route(app, "/get_load", control.get_load, native_body)
     experts = ExpertsApi(state)
     _route(app, "/start_expert_distribution_record", experts.start, native_body, "GET POST")
     _route(app, "/stop_expert_distribution_record", experts.stop, native_body, "GET POST")
@@ -163,7 +163,7 @@ def _add_native(app: FastAPI, state: ServerState) -> None:
     _route(app, "/experts", experts.page, native_body)
     _route(app, "/experts/data", experts.data, native_body)
     for path in LATER_ENDPOINTS:
-        shape = body_shape(path)
+        shape = error_format_of(path)
         _route(app, path, control.later, shape, "GET POST PUT")
 
 
@@ -210,7 +210,7 @@ async def _no_such_route(request: Request, exc: Exception) -> Response:
     allowed = _methods_of(request) if status == 405 else ""
     message = f"{method} {path}: no such endpoint" if status == 404 else f"{method} {path}: not allowed; use {allowed}"
     problem = Problem(status, message, "NotFoundError" if status == 404 else "BadRequestError", None, status)
-    response = error_response(problem, body_shape(path))
+    response = error_response(problem, error_format_of(path))
     if allowed:
         response.headers["allow"] = allowed
     return response

@@ -6,7 +6,7 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moe_engine.server.errors import Problem, body_shape, error_response
+from moe_engine.server.errors import Problem, error_format_of, error_response
 
 FREE_PREFIXES = ("/health", "/metrics", "/ready", "/ping")
 FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
@@ -37,7 +37,7 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._allowed(scope):
             problem = Problem(401, self._hint(scope["path"]), "authentication_error", None, "invalid_api_key")
-            await error_response(problem, body_shape(scope["path"]))(scope, receive, send)
+            await error_response(problem, error_format_of(scope["path"]))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from moe_engine.engine.prepare import THREAD_CHARS, ReadRequest
 from moe_engine.errors import InputError
+from moe_engine.frontend.prepare import THREAD_CHARS, ReadRequest
 from moe_engine.server.errors import FailedElsewhereError
-from moe_engine.server.http_io import Body, PartsResponse, decode_object, unless_gone
+from moe_engine.server.http_io import Body, PartsResponse, cancel_on_disconnect, decode_object
 from moe_engine.server.text_frames import Kind
 from moe_engine.server.text_processes import TextProcesses
 
@@ -91,7 +91,7 @@ class Bodies:
         if len(begun) <= THREAD_CHARS:
             return self._run_here(name, begun)
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._run_here, name, begun)
-        return await unless_gone(request, work)
+        return await cancel_on_disconnect(request, work)
 
     def _run_here(self, name: str, body: bytes) -> Plan | Response:
         done = self._work[name](decode_object(body))
@@ -108,9 +108,9 @@ class Bodies:
             await anext(frames)  # the whole body was passed on
         finally:
             self._waiting -= 1
-        kind, payload = await unless_gone(request, anext(frames))
+        kind, payload = await cancel_on_disconnect(request, anext(frames))
         if kind == Kind.HEAD:
-            return await unless_gone(request, _gather(pickle.loads(payload), frames))
+            return await cancel_on_disconnect(request, _gather(pickle.loads(payload), frames))
         return PartsResponse(_parts(payload, frames))
 
     async def _frames(self, body: Body, begun: bytes, name: str) -> AsyncGenerator[tuple[int, bytes]]:

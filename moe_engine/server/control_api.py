@@ -10,11 +10,11 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from moe_engine.engine.client_api import kernel_flags
-from moe_engine.engine.generate_input import GenerateInput
 from moe_engine.errors import InputError, MoeEngineError, NotAvailableYet
-from moe_engine.server.http_io import json_response, plain_floats, unless_gone
-from moe_engine.server.state import ServerState, trouble
+from moe_engine.frontend.client_api import kernel_flags
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.server.http_io import cancel_on_disconnect, json_response, plain_floats
+from moe_engine.server.state import ServerState, health_problem
 
 STATE_TIMEOUT = 2.0
 
@@ -38,7 +38,7 @@ class ControlApi:
 
     async def health(self, request: Request) -> Response:
         """Liveness and progress, from shared memory: no generation, no queue."""
-        problem = trouble(self._state.client.health(), self._state.settings.watchdog_timeout)
+        problem = health_problem(self._state.client.health(), self._state.settings.watchdog_timeout)
         if problem is not None:
             raise InputError(problem, status=503)
         return Response(status_code=200)
@@ -52,7 +52,7 @@ class ControlApi:
             )  # every client may have hung up
         timeout = self._state.settings.health_timeout
         try:
-            await unless_gone(request, asyncio.shield(self._probe))
+            await cancel_on_disconnect(request, asyncio.shield(self._probe))
         except TimeoutError:
             raise InputError(f"no token within {timeout:g} s", status=503) from None
         return Response(status_code=200)
@@ -159,7 +159,7 @@ class ControlApi:
             }
         )
 
-    async def old_load(self, request: Request) -> Response:
+    async def get_load(self, request: Request) -> Response:
         return json_response(
             [
                 {

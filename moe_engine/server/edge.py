@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_engine.server.auth import changes_engine
-from moe_engine.server.errors import Problem, body_shape, error_response
+from moe_engine.server.errors import Problem, error_format_of, error_response
 from moe_engine.server.http_protocol import MAX_HEAD_BYTES
 
 SIMPLE_TYPES = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -35,7 +35,7 @@ class EdgeCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._problem(scope) if scope["type"] == "http" else None
         if problem is not None:
-            await error_response(problem, body_shape(scope["path"]))(scope, receive, send)
+            await error_response(problem, error_format_of(scope["path"]))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

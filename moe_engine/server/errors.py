@@ -81,16 +81,16 @@ def native_body(problem: Problem) -> dict[str, Any]:
     return {"error": problem.fields()}
 
 
-def body_shape(path: str) -> Shape:
+def error_format_of(path: str) -> ErrorFormat:
     """How errors of a path look."""
     return openai_body if path.startswith("/v1") else native_body
 
 
-Shape = Callable[[Problem], dict[str, Any]]
+ErrorFormat = Callable[[Problem], dict[str, Any]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def error_response(problem: Problem, shape: Shape) -> Response:
+def error_response(problem: Problem, shape: ErrorFormat) -> Response:
     response = Response(msgspec.json.encode(shape(problem)), problem.status, media_type="application/json")
     if problem.status in (408, 413, 431):
         response.headers["connection"] = "close"  # the rest of the body is not wanted
@@ -105,7 +105,7 @@ def stream_error(exc: Exception) -> bytes:
     return b"data: " + msgspec.json.encode({"error": problem.fields()}) + b"\n\n"
 
 
-def guarded(handler: Handler, shape: Shape) -> Handler:
+def guarded(handler: Handler, shape: ErrorFormat) -> Handler:
     """A handler whose failures become answers, and touch no other request."""
 
     @wraps(handler)

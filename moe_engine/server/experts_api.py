@@ -6,9 +6,9 @@ import asyncio
 
 from fastapi import Request, Response
 
-from moe_engine.engine.expert_records import ExpertRecords
 from moe_engine.errors import InputError
-from moe_engine.experts_report.live_page import POLICY, live_page
+from moe_engine.frontend.expert_records import ExpertRecords
+from moe_engine.server.experts_live_page import POLICY, live_page
 from moe_engine.server.http_io import json_response
 from moe_engine.server.state import ServerState
 

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import InputError
-from moe_engine.server.errors import ClientGoneError, Shape, error_response, problem_of, stream_error
+from moe_engine.server.errors import ClientGoneError, ErrorFormat, error_response, problem_of, stream_error
 from moe_engine.unicode_checks import check_unicode_within
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client hangs up. The request's body was read before.
 
     Raises:
@@ -192,7 +192,7 @@ class EventStream(PartsResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], shape: Shape) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], shape: ErrorFormat) -> None:
         super().__init__(events, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._shape = shape
 

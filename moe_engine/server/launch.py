@@ -17,21 +17,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moe_engine import logs
-from moe_engine.config import explain
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.cluster_env import ClusterPlace
-from moe_engine.config.launch_flags import launch_flags
-from moe_engine.config.launch_plan import place_in_cluster, prepare
-from moe_engine.config.resolve import ResolvedConfig
-from moe_engine.config.resolve_parallel import NodeRankError
-from moe_engine.engine.core_process import CoreProcess
-from moe_engine.engine.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.errors import ConfigError
+from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.planning import explain
+from moe_engine.planning.cluster_env import ClusterPlace
+from moe_engine.planning.launch_flags import launch_flags
+from moe_engine.planning.prepare import place_in_cluster, prepare
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolve_parallel import NodeRankError
 from moe_engine.server.listen import bind, url_host
 
 if TYPE_CHECKING:
-    from moe_engine.engine.client import CoreClient
-    from moe_engine.engine.client_api import EngineInfo
+    from moe_engine.frontend.client import CoreClient
+    from moe_engine.frontend.client_api import EngineInfo
     from moe_engine.server.settings import ServerSettings
     from moe_engine.tokenizer.tokenizer import Tokenizer
 
@@ -83,9 +83,9 @@ def serve(args: EngineArgs) -> int:
 
 def _report_to_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeRankError) -> None:
     """So that it does not wait for this node."""
-    from moe_engine.config.launch_plan import secret_of_nodes
-    from moe_engine.engine.ranks.node import report_refusal
-    from moe_engine.engine.zmq_sockets import job_keys
+    from moe_engine.cluster.node import report_refusal
+    from moe_engine.planning.prepare import secret_of_nodes
+    from moe_engine.processes.zmq_sockets import job_keys
 
     address = args.parallel.dist_init_addr or (place.leader_address if place is not None else None)
     if place is not None and place.node_rank and not place.local_rank and address is not None:
@@ -95,8 +95,8 @@ def _report_to_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeR
 
 def _serve_node(config: ResolvedConfig) -> int:
     """What a node without the HTTP server runs, until node 0 ends it."""
-    from moe_engine.engine.ranks.node import run_node
-    from moe_engine.engine.ranks.worker import rank_group_options
+    from moe_engine.cluster.node import run_node
+    from moe_engine.executor.sharded_worker import rank_group_options
 
     plan = config.parallel
     if plan.local_rank:
@@ -119,8 +119,8 @@ async def _serve(
     sock: socket.socket,
     began: float,
 ) -> int:
-    from moe_engine.engine.client import CoreClient
-    from moe_engine.engine.frontend import Frontend
+    from moe_engine.frontend.client import CoreClient
+    from moe_engine.frontend.frontend import Frontend
     from moe_engine.server.app import create_app
     from moe_engine.server.serve import serve as serve_http
     from moe_engine.server.stop import StopSwitch

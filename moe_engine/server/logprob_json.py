@@ -1,4 +1,4 @@
-"""Log-probabilities as JSON, in the three shapes of the server's answers (see `engine.logprob_format`).
+"""Log-probabilities as JSON, in the three shapes of the server's answers (see `frontend.logprob_format`).
 
 A token's text and bytes are encoded once and kept; of each number only its digits are new. So an entry costs a look-up
 and a concatenation, where dictionaries and lists of Python objects cost twenty times that.
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from moe_engine.engine.logprob_format import Columns, LogprobOptions, floats_of, ids_of, named, rows_of
+from moe_engine.frontend.logprob_format import Columns, LogprobOptions, floats_of, ids_of, named, rows_of
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import PackedLogprobs
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import prometheus_client as prom
 
-from moe_engine.engine.client_api import EngineClient, EngineInfo
-from moe_engine.engine.generation import Generation
+from moe_engine.frontend.client_api import EngineClient, EngineInfo
+from moe_engine.frontend.generation import Generation
 from moe_engine.server.experts_metrics import ExpertMetrics
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)

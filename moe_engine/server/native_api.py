@@ -10,12 +10,12 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from moe_engine.engine.frontend import Job
-from moe_engine.engine.generate_input import GenerateInput, check_token_ids, refuse_later_fields
 from moe_engine.errors import InputError
+from moe_engine.frontend.frontend import Job
+from moe_engine.frontend.generate_input import GenerateInput, check_token_ids, refuse_later_fields
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import native_body
-from moe_engine.server.http_io import EventStream, encode_json, json_response, read_object, sse, unless_gone
+from moe_engine.server.http_io import EventStream, cancel_on_disconnect, encode_json, json_response, read_object, sse
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.state import ServerState
 
@@ -55,7 +55,7 @@ class NativeApi:
         job = await self._state.frontend.begin(plan.read, self._state.token_json.native)
         if job.stream:
             return EventStream(self._events(job), native_body)
-        await unless_gone(request, self._state.frontend.collect(job))
+        await cancel_on_disconnect(request, self._state.frontend.collect(job))
         outputs = [generation.output() for generation in job.generations]
         return json_response(outputs if job.is_list else outputs[0])
 
@@ -84,7 +84,7 @@ class NativeApi:
 
     async def flush_cache(self, request: Request) -> Response:
         """Forgets cached prefixes, if need be once the server is idle within `timeout` seconds (in the query)."""
-        if await unless_gone(request, self._flush(time.monotonic() + _flush_timeout(request))):
+        if await cancel_on_disconnect(request, self._flush(time.monotonic() + _flush_timeout(request))):
             return Response(
                 "Cache flushed.\nPlease check backend logs for more details. "
                 "(When there are running or waiting requests, the operation will not be performed.)\n",

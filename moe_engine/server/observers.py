@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from moe_engine.engine.frontend import Observer
-from moe_engine.engine.generation import Generation
+from moe_engine.frontend.frontend import Observer
+from moe_engine.frontend.generation import Generation
 
 logger = logging.getLogger("moe_engine.server")
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from moe_engine.engine.frontend import Job
-from moe_engine.engine.generate_input import GenerateInput
-from moe_engine.engine.generation import Generation
-from moe_engine.engine.logprob_format import Columns
 from moe_engine.errors import InputError
+from moe_engine.frontend.frontend import Job
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.logprob_format import Columns
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.http_io import EventStream, json_response, sse, unless_gone
+from moe_engine.server.http_io import EventStream, cancel_on_disconnect, json_response, sse
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions, parser_options
 from moe_engine.server.openai_common import matched_stop, usage_of
 from moe_engine.server.openai_messages import check_tools, render_prompt
@@ -34,7 +34,7 @@ class ChatApi:
         job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
         if req.stream:
             return EventStream(self._events(req, job, model, parsers), openai_body)
-        await unless_gone(request, self._state.frontend.collect(job))
+        await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model, parsers))
 
     def read(self, body: dict[str, Any]) -> Plan:

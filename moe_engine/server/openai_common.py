@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from moe_engine.engine.generation import Generation
+from moe_engine.frontend.generation import Generation
 
 
 def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning_tokens: int = 0) -> dict[str, Any]:

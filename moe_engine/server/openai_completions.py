@@ -9,14 +9,14 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from moe_engine.engine.frontend import Job
-from moe_engine.engine.generate_input import GenerateInput
-from moe_engine.engine.generation import Generation
-from moe_engine.engine.logprob_format import Columns, joined
 from moe_engine.errors import InputError
+from moe_engine.frontend.frontend import Job
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.logprob_format import Columns, joined
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.http_io import EventStream, json_response, sse, unless_gone
+from moe_engine.server.http_io import EventStream, cancel_on_disconnect, json_response, sse
 from moe_engine.server.openai_common import matched_stop, usage_of
 from moe_engine.server.openai_types import CompletionRequest, answer_fields, parse_openai_sampling, parse_request
 from moe_engine.server.state import ServerState
@@ -34,7 +34,7 @@ class CompletionsApi:
         job = await self._state.frontend.begin(plan.read, self._state.token_json.completion)
         if req.stream:
             return EventStream(self._events(req, job, model), openai_body)
-        await unless_gone(request, self._state.frontend.collect(job))
+        await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model))
 
     def read(self, body: dict[str, Any]) -> Plan:

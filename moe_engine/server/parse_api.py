@@ -67,7 +67,7 @@ def _later(field: str) -> frozenset[str]:
     from moe_engine.config.field import fields_of  # not at the top: the package loads numpy
     from moe_engine.config.server import ServerArgs
 
-    return frozenset(next(info.flag.later for info in fields_of(ServerArgs) if info.name == field))
+    return frozenset(next(info.flag.unsupported for info in fields_of(ServerArgs) if info.name == field))
 
 
 def _choice(body: dict[str, Any], field: str, default: str | None, known: tuple[str, ...]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from moe_engine.engine.frontend import FrontendSettings
 from moe_engine.errors import ConfigError, InputError
+from moe_engine.frontend.frontend import FrontendSettings
 from moe_engine.sampling_checks import parse_sampling
 
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from moe_engine.engine.client_api import EngineClient, Health
-from moe_engine.engine.frontend import Frontend
 from moe_engine.errors import InputError
+from moe_engine.frontend.client_api import EngineClient, Health
+from moe_engine.frontend.frontend import Frontend
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.errors import ModelNotFoundError
 from moe_engine.server.logprob_json import TokenJson
@@ -66,7 +66,7 @@ class ServerState:
         return self.frontend.tokenizer
 
 
-def trouble(health: Health, watchdog_timeout: float) -> str | None:
+def health_problem(health: Health, watchdog_timeout: float) -> str | None:
     """Why the engine cannot be relied upon, or None. Judged from shared memory alone, in no time."""
     if health.dead or not health.alive:
         return health.dead or "a process of the engine is dead"

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from moe_engine import logs
-from moe_engine.engine.client_api import EngineInfo
-from moe_engine.engine.frontend import Frontend
+from moe_engine.frontend.client_api import EngineInfo
+from moe_engine.frontend.frontend import Frontend
 from moe_engine.server.bodies import Plan, Work
 from moe_engine.server.body_work import body_work
 from moe_engine.server.errors import Problem, problem_of

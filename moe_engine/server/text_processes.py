@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from moe_engine.engine.client_api import EngineInfo
-from moe_engine.engine.process import describe_exit
-from moe_engine.engine.watched_thread import start_watched
 from moe_engine.errors import GenerationError, InputError
+from moe_engine.frontend.client_api import EngineInfo
+from moe_engine.processes.child import describe_exit
+from moe_engine.processes.watched_thread import start_watched
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.text_frames import HEADER, Kind, frame
 from moe_engine.tokenizer.chat_template import ChatTemplate

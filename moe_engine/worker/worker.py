@@ -33,20 +33,20 @@ from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig, StepPlan, StepResult
+from moe_engine.worker.batch.mla_form import form_policy
+from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.expert_control import ExpertControl
-from moe_engine.worker.expert_recovery import RankRecovery
-from moe_engine.worker.expert_setup import attach_experts, make_recovery, with_experts
-from moe_engine.worker.graph_setup import record_steps
-from moe_engine.worker.kernel_choice import build_backends
-from moe_engine.worker.kv_pool import KVPool, kv_spec
-from moe_engine.worker.logits_passes import LogitsPasses
-from moe_engine.worker.mla_form import form_policy
-from moe_engine.worker.region_setup import finish_regions, start_regions
-from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner, PendingResult
+from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.eplb.expert_recovery import RankRecovery
+from moe_engine.worker.eplb.expert_setup import attach_experts, make_recovery, with_experts
+from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
+from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
+from moe_engine.worker.model_runner import ModelRunner, PendingResult
+from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.speculation.build import DraftOptions, add_speculation, mtp_layers, num_mtp_layers
-from moe_engine.worker.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
+from moe_engine.worker.startup.kernel_choice import build_backends
+from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ def _prepare(
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
-    rows = Rows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
+    rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
     model = load_model(
         options.model_path,
         config,

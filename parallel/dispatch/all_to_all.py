@@ -63,11 +63,11 @@ class VariableAllToAll:
         way = VariableWay(slot, positions, num_sent, num_received)
         return Tokens(arrived.data, arrived.scales, ids, arrived.weights), way
 
-    def collect(self, partial: Tensor, way: VariableWay) -> Tensor:
-        shape = (sum(way.num_sent), partial.shape[1])
-        returned = self._workspace.take("returned", way.slot, shape, partial.dtype)
-        self._group.all_to_all(returned, partial, way.num_sent, way.num_received)
-        return sum_rows(returned, way.positions, count=len(returned))
+    def collect(self, partial: Tensor, handle: VariableWay) -> Tensor:
+        shape = (sum(handle.num_sent), partial.shape[1])
+        returned = self._workspace.take("returned", handle.slot, shape, partial.dtype)
+        self._group.all_to_all(returned, partial, handle.num_sent, handle.num_received)
+        return sum_rows(returned, handle.positions, count=len(returned))
 
 
 def _sources(places: Tensor, count: int) -> Tensor:
@@ -106,8 +106,8 @@ class StaticAllToAll:
         ids = local_ids(ids, self._group.rank, self._num_local)
         return Tokens(arrived.data, arrived.scales, ids, arrived.weights), StaticWay(slot, num_tokens)
 
-    def collect(self, partial: Tensor, way: StaticWay) -> Tensor:
+    def collect(self, partial: Tensor, handle: StaticWay) -> Tensor:
         shape = (self._group.size, self._max_tokens, partial.shape[1])
-        returned = self._workspace.take("returned", way.slot, shape, partial.dtype)
+        returned = self._workspace.take("returned", handle.slot, shape, partial.dtype)
         self._group.all_to_all(returned, partial.view(shape))
-        return returned[:, : way.num_tokens].sum(0)
+        return returned[:, : handle.num_tokens].sum(0)

@@ -19,7 +19,7 @@ from moe_engine.parallel.dispatch.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class Way:
+class Handle:
     num_tokens: int  # T
     num_rows: int  # M
 
@@ -39,7 +39,7 @@ class AllGather:
         self._format = RecordFormat.of(shape)
         self._workspace = Workspace(group.device)
 
-    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Way]:
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Handle]:
         num_tokens = len(tokens.ids)
         num_rows = self._num_rows
         if num_rows is None:
@@ -50,8 +50,8 @@ class AllGather:
         arrived = self._format.view(self._group.all_gather(packed).flatten(0, 1))
         ids = without_lost(arrived.ids, self._group.alive)
         ids = local_ids(ids, self._group.rank, self._num_local)
-        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), Way(num_tokens, num_rows)
+        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), Handle(num_tokens, num_rows)
 
-    def collect(self, partial: Tensor, way: Way) -> Tensor:
-        shares = partial.view(self._group.size, way.num_rows, partial.shape[1])
-        return self._group.reduce_scatter(shares)[: way.num_tokens]
+    def collect(self, partial: Tensor, handle: Handle) -> Tensor:
+        shares = partial.view(self._group.size, handle.num_rows, partial.shape[1])
+        return self._group.reduce_scatter(shares)[: handle.num_tokens]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
-from moe_engine.kernels.token_rows.choice import token_rows
-from moe_engine.kernels.token_rows.protocol import TokenRows
+from moe_engine.kernels.permutation.choice import token_rows
+from moe_engine.kernels.permutation.protocol import TokenRows
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
@@ -39,7 +39,7 @@ from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.dispatch.two_hop import TwoHop
 
 if TYPE_CHECKING:
-    from moe_engine.parallel.dispatch.symm_mem.memory import PeerMemory
+    from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import Shuffles
 
 
@@ -52,7 +52,7 @@ class Groups:
         node: those of this rank's host; rails: those with this rank's place, one of each host. Needed by two_hop.
         process_group: torch's own of `experts`; needed by deepep, symm_mem and nvshmem.
         deep_ep: the library; None imports it.
-        peer_memory: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
+        symm_mem: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
         shuffles: NVSHMEM's operations; None: torch's.
         on_host: whether the host arranges rows itself and may wait in every mode; None: as the group of `experts` says.
         token_rows: its kernels; None: what serves on this machine.
@@ -63,7 +63,7 @@ class Groups:
     rails: Group | None = None
     process_group: Any = None
     deep_ep: ModuleType | None = None
-    peer_memory: PeerMemory | None = None
+    symm_mem: SymmetricMemory | None = None
     shuffles: Shuffles | None = None
     on_host: bool | None = None
     token_rows: TokenRows | None = None
@@ -116,11 +116,16 @@ class PhasedDispatcher:
         return all(dispatcher.takes_rows for dispatcher in self._by_phase.values())
 
     def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase, reads: Reads = NUMBERS
+        self,
+        x: Activation,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        phase: Phase,
+        format: ActivationFormat = UNQUANTIZED,
     ) -> tuple[ExpertBatch, tuple[Dispatcher, Any]]:
         """As `Dispatcher.dispatch`, in the mode of the phase."""
         dispatcher = self._by_phase[phase]
-        batch, handle = dispatcher.dispatch(x, topk_ids, topk_weights, reads)
+        batch, handle = dispatcher.dispatch(x, topk_ids, topk_weights, format)
         return batch, (dispatcher, handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: tuple[Dispatcher, Any]) -> Tensor:
@@ -216,11 +221,13 @@ def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatc
 
 def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
     """Low latency through peers' memory; prefill, which has sizes to wait for anyway, by torch's all_to_all."""
-    from moe_engine.parallel.dispatch.symm_mem.memory import TorchPeerMemory  # these two bring Triton along
-    from moe_engine.parallel.dispatch.symm_mem.peers import PeerDispatcher
+    from moe_engine.parallel.dispatch.symm_mem.dispatcher import SymmMemDispatcher
+    from moe_engine.parallel.dispatch.symm_mem.memory import TorchSymmetricMemory  # these two bring Triton along
 
-    memory = groups.peer_memory or TorchPeerMemory(groups.process_group)
-    return _with_low_latency(groups, shapes, "all_to_all", lambda shape: PeerDispatcher(groups.experts, shape, memory))
+    memory = groups.symm_mem or TorchSymmetricMemory(groups.process_group)
+    return _with_low_latency(
+        groups, shapes, "all_to_all", lambda shape: SymmMemDispatcher(groups.experts, shape, memory)
+    )
 
 
 def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:

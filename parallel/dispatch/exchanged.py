@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.dispatch.payload import encode
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Exchange, KeepsRows, Layout
 from moe_engine.parallel.dispatch.workspace import Slots
@@ -26,7 +26,7 @@ class ExchangedHandle:
     topk_weights: Tensor  # [T, K] of this rank's tokens
     weights: Tensor  # [N, K] of the tokens that arrived
     positions: Tensor  # [N, K] rows of the batch
-    way: Any
+    handle: Any
 
 
 class ExchangedDispatcher:
@@ -45,24 +45,24 @@ class ExchangedDispatcher:
         self.takes_rows = shape.fp8
 
     def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, ExchangedHandle]:
         if len(x) > self._shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
         if self._check is not None:
             self._check(topk_ids, self._shape.num_experts)
         slot = self._slots.take()
-        sent = encode(x, topk_ids, topk_weights, self._shape.fp8, reads)
-        arrived, way = self._exchange.deliver(sent, slot)
-        if reads.rows and arrived.scales is not None and isinstance(self._layout, KeepsRows):
+        sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
+        arrived, handle = self._exchange.deliver(sent, slot)
+        if format.rows and arrived.scales is not None and isinstance(self._layout, KeepsRows):
             batch, positions = self._layout.expand_rows(arrived, slot)
         else:
             batch, positions = self._layout.expand(arrived, slot)
-        return batch, ExchangedHandle(slot, topk_weights, arrived.weights, positions, way)
+        return batch, ExchangedHandle(slot, topk_weights, arrived.weights, positions, handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExchangedHandle) -> Tensor:
         if topk_weights is not handle.topk_weights:
             raise ValueError("combine takes the topk_weights that were given to dispatch: they have travelled already")
         self._slots.give_back(handle.slot)
         partial = self._layout.reduce(rows, handle.positions, handle.weights)
-        return self._exchange.collect(partial, handle.way)
+        return self._exchange.collect(partial, handle.handle)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.token_rows.protocol import TokenRows
+from moe_engine.kernels.permutation.protocol import TokenRows
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.host_rows import GrowingRecords, GrowingRows, taking_part
 from moe_engine.parallel.dispatch.payload import RecordFormat
@@ -28,7 +28,7 @@ HEAD_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Way:
+class Handle:
     """How the sums come back: the rows sent to and received from each rank, and whose they are."""
 
     slot: int
@@ -68,7 +68,7 @@ class HostAllToAll:
         for number, rank in enumerate(self._away, start=num_away):
             self._begins[rank] = number * room + HEAD_BYTES
 
-    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Way]:
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Handle]:
         group, num_tokens = self._group, len(tokens.ids)
         positions, num_sent = self._rows.route(tokens.ids, self._experts[1], self._takes_part)
         parts = self._form.parts(tokens)
@@ -91,12 +91,12 @@ class HostAllToAll:
             self._rows.pack(parts, positions, [0] * group.size, self._records, leaving)
             group.all_to_all(records, leaving, num_received, num_sent)
             self._rows.localize(arrived.ids, self._experts)
-        return arrived, Way(slot, positions, num_sent, num_received)
+        return arrived, Handle(slot, positions, num_sent, num_received)
 
-    def collect(self, partial: Tensor, way: Way) -> Tensor:
-        returned = self._returned[way.slot].take(sum(way.num_sent))
-        self._group.all_to_all(returned, partial, way.num_sent, way.num_received)
-        return self._rows.sum_rows(returned, way.positions)
+    def collect(self, partial: Tensor, handle: Handle) -> Tensor:
+        returned = self._returned[handle.slot].take(sum(handle.num_sent))
+        self._group.all_to_all(returned, partial, handle.num_sent, handle.num_received)
+        return self._rows.sum_rows(returned, handle.positions)
 
     def _address(self, num_sent: list[int], num_tokens: int, fits: bool) -> tuple[list[int], list[int]]:
         """Writes the heads of the messages, whose rows follow where they fit.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.token_rows.protocol import TokenRows
+from moe_engine.kernels.permutation.protocol import TokenRows
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch import rows as torch_rows
 from moe_engine.parallel.dispatch.payload import RecordFormat, decode

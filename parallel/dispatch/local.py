@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, numbers_of
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, unquantized
 from moe_engine.parallel.dispatch.protocol import Phase, Tokens
 
 
@@ -32,10 +32,15 @@ class LocalDispatcher:
     takes_rows = False
 
     def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase = "prefill", reads: Reads = NUMBERS
+        self,
+        x: Activation,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        phase: Phase = "prefill",
+        format: ActivationFormat = UNQUANTIZED,
     ) -> tuple[ExpertBatch, LocalHandle]:
         """x [T, D], topk_ids [T, K] -> rows sorted by expert (stable: by token inside an expert). No phase differs."""
-        x = numbers_of(x)
+        x = unquantized(x)
         num_tokens, top_k = topk_ids.shape
         flat = topk_ids.reshape(-1).long()
         order = torch.argsort(flat, stable=True)  # [M]
@@ -61,5 +66,5 @@ class LocalExchange:
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, None]:
         return tokens, None
 
-    def collect(self, partial: Tensor, way: None) -> Tensor:
+    def collect(self, partial: Tensor, handle: None) -> Tensor:
         return partial

@@ -11,9 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, QuantizedActivation, Reads, numbers_of
+from moe_engine.kernels.permutation.protocol import Part, Records
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    Activation,
+    ActivationFormat,
+    QuantizedActivation,
+    unquantized,
+)
 from moe_engine.kernels.quantization.reference import power_of_two_above
-from moe_engine.kernels.token_rows.protocol import Part, Records
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.workspace import Workspace
 
@@ -22,16 +28,16 @@ FP8_MAX = 448.0
 BLOCK = 128  # channels that share a scale
 
 
-def encode(x: Activation, ids: Tensor, weights: Tensor, fp8: bool, reads: Reads = NUMBERS) -> Tokens:
+def encode(x: Activation, ids: Tensor, weights: Tensor, fp8: bool, format: ActivationFormat = UNQUANTIZED) -> Tokens:
     """x [T, D] with its choices, as it travels; quantised here if need be, as the experts read it."""
     data: Tensor
     scales: Tensor | None = None
     if not fp8:
-        data = numbers_of(x)
+        data = unquantized(x)
     elif isinstance(x, QuantizedActivation):
         data, scales = x.rows.data, x.rows.scales.contiguous()
     else:
-        data, scales = quantize(x, reads.power_of_two)
+        data, scales = quantize(x, format.power_of_two)
     return Tokens(data, scales, ids.to(torch.int32), weights.float())
 
 

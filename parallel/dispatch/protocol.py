@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 
 Phase = Literal["prefill", "decode"]
 Mode = Literal["normal", "low_latency"]
@@ -89,7 +89,7 @@ class Exchange(Protocol):
         The result is valid until the slot's next use.
         """
 
-    def collect(self, partial: Tensor, way: Any) -> Tensor:
+    def collect(self, partial: Tensor, handle: Any) -> Tensor:
         """Collective. partial [N, D] in the order of arrival -> [T, D]: each token's sum over the ranks."""
 
 
@@ -119,13 +119,13 @@ class Dispatcher(Protocol):
         """Whether `dispatch` takes tokens that were quantised before, because they travel so."""
 
     def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, Any]:
         """Sends every token to the experts it chose.
 
         Args:
             x: [T, D], numbers unless it `takes_rows`; T may differ between ranks and be 0.
-            reads: how the experts read what arrives: tokens that travel in FP8 get such scales, and where it names rows
+            format: of the experts' input: tokens that travel in FP8 get such scales, and where it names rows
                 the batch may come in FP8.
             topk_ids: [T, K] physical experts, each at most once a token; -1 is skipped (a dropped choice, a dead rank).
             topk_weights: float32 [T, K]; they travel with the tokens.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.token_rows.reference import halves
+from moe_engine.kernels.permutation.reference import halves
 
 
 def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None, count: int | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.token_rows.protocol import TokenRows
+from moe_engine.kernels.permutation.protocol import TokenRows
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.host_rows import GrowingRecords, taking_part
 from moe_engine.parallel.dispatch.payload import RecordFormat
@@ -25,7 +25,7 @@ TOKENS, SUMS = 0, 1  # the two flags of a slot
 
 
 @dataclass(frozen=True)
-class Way:
+class Handle:
     slot: int
     positions: Tensor  # int64 [T, R]: each token's number among those of all ranks, by rank, then by token; -1: none
     firsts: np.ndarray  # int64 [R]: the first of these numbers
@@ -70,7 +70,7 @@ class SharedMemory:
         self._turn = [0] * NUM_LIVE
         group.barrier()
 
-    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Way]:
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Handle]:
         region, num_tokens = self._regions[slot], len(tokens.ids)
         self._rows.pack(self._form.parts(tokens), self._numbers[:num_tokens], [0], self._records, region.own)
         region.counts[self._group.rank] = num_tokens
@@ -83,17 +83,17 @@ class SharedMemory:
         records, _ = self._taken[slot].take(sum(counts))
         taken = self._rows.take(region.records, self._begins, counts, self._records, self._experts, records)
         _, arrived = self._taken[slot].take(sum(taken))
-        return arrived, Way(slot, positions, _firsts(num_rows), _firsts(taken))
+        return arrived, Handle(slot, positions, _firsts(num_rows), _firsts(taken))
 
-    def collect(self, partial: Tensor, way: Way) -> Tensor:
-        region, rank = self._regions[way.slot], self._group.rank
+    def collect(self, partial: Tensor, handle: Handle) -> Tensor:
+        region, rank = self._regions[handle.slot], self._group.rank
         region.sums[rank * self._room :][: len(partial)].copy_(partial)
-        region.starts[rank] = way.starts
-        self._tell(way.slot, SUMS)
-        self._wait(way.slot, SUMS, "combine through shared memory")
+        region.starts[rank] = handle.starts
+        self._tell(handle.slot, SUMS)
+        self._wait(handle.slot, SUMS, "combine through shared memory")
 
-        shifts = np.arange(self._group.size) * self._room + region.starts[:, rank] - way.firsts
-        numbers = way.positions.numpy()
+        shifts = np.arange(self._group.size) * self._room + region.starts[:, rank] - handle.firsts
+        numbers = handle.positions.numpy()
         positions = np.where(numbers >= 0, numbers + shifts, -1)
         return self._rows.sum_rows(region.sums, torch.from_numpy(positions))
 

@@ -1,7 +1,7 @@
 """The exchange that knows nodes: a token crosses to another node once, and is handed on inside it.
 
 First hop: to the rank with the same place in every node that holds any of the token's experts. Second hop: inside the
-node to the ranks that hold them. The sums go back the same way: one row a token and node returns over the network.
+node to the ranks that hold them. The sums go back the same handle: one row a token and node returns over the network.
 Ranks are numbered node by node: rank = node * ranks per node + place.
 """
 
@@ -32,6 +32,6 @@ class TwoHop:
         arrived, way_inside = self._inside.deliver(in_node, slot)
         return arrived, (way_between, way_inside)
 
-    def collect(self, partial: Tensor, way: Any) -> Tensor:
-        way_between, way_inside = way
+    def collect(self, partial: Tensor, handle: Any) -> Tensor:
+        way_between, way_inside = handle
         return self._between.collect(self._inside.collect(partial, way_inside), way_between)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from moe_engine import cli
+from moe_engine.cli.main import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -52,7 +52,8 @@ def test_a_package_is_run_like_a_module(capsys: pytest.CaptureFixture[str], monk
 
 def test_a_missing_package_is_named_with_the_way_to_get_it() -> None:
     code = (
-        "import sys; sys.modules['httpx'] = None; from moe_engine.cli import main; sys.exit(main(['bench', 'serving']))"
+        "import sys; sys.modules['httpx'] = None; "
+        "from moe_engine.cli.main import main; sys.exit(main(['bench', 'serving']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2

@@ -18,7 +18,7 @@ from benchmarks.gpu_suite.exchange import V3_BESIDE
 from benchmarks.gpu_suite.parts import PARTS, run_apart
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.texts import summary
-from moe_engine.kernels.peer_memory.tiles import TILES
+from moe_engine.kernels.symm_mem.tiles import TILES
 from tests.simulated_cuda.failures import BREAKS
 from tests.simulated_cuda.install import require
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.machine import Machine
-from moe_engine.config.resolve import ResolvedConfig, resolve
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.resolve import ResolvedConfig, resolve
 
 GB = 1 << 30
 

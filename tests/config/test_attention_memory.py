@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.explain import explain_text
-from moe_engine.config.launch_plan import prepare
-from moe_engine.config.resolve import ResolvedConfig, resolve
-from moe_engine.config.resolve_speculation import DraftModel
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.attention import workspaces
 from moe_engine.kernels.attention.workspaces import MIB, AttentionLoad
@@ -22,6 +18,10 @@ from moe_engine.kernels.device import HeadWidths
 from moe_engine.kernels.vendors import probe
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
+from moe_engine.planning.explain import explain_text
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.planning.resolve_speculation import DraftModel
 from tests.config.conftest import SMALL, V3, machine
 from tests.config.test_speculation import LLAMA
 

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_engine import logs
-from moe_engine.cli import COMMANDS, main
+from moe_engine.cli.main import COMMANDS, main
 from moe_engine.config.args import PARTS, EngineArgs
-from moe_engine.config.checkpoint import embedded_model
 from moe_engine.config.field import fields_of
-from moe_engine.config.launch_plan import prepare
-from moe_engine.engine.start import open_tokenizer
 from moe_engine.errors import ConfigError
+from moe_engine.frontend.start import open_tokenizer
+from moe_engine.planning.checkpoint import embedded_model
+from moe_engine.planning.prepare import prepare
 from moe_engine.server.app import make_template
 from moe_engine.server.launch import server_settings
 

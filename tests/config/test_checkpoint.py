@@ -7,10 +7,10 @@ import json
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.checkpoint import locate, sums
-from moe_engine.config.launch_plan import prepare
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.planning.checkpoint import locate, sums
+from moe_engine.planning.prepare import prepare
 from tests.config.conftest import machine, write_safetensors
 
 

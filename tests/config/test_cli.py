@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from moe_engine.cli import COMMANDS, main
+from moe_engine.cli.main import COMMANDS, main
 from tests.config.conftest import V3
 
-LOADED_TORCH = "import sys, moe_engine.cli as c; code = c.main({argv!r}); print('torch' in sys.modules, code)"
+LOADED_TORCH = "import sys, moe_engine.cli.main as c; code = c.main({argv!r}); print('torch' in sys.modules, code)"
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.explain import explain_text
 from moe_engine.errors import ConfigError
+from moe_engine.planning.explain import explain_text
 from moe_engine.types import CompileSettings
 
 

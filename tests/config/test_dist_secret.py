@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.dist_secret import LEAST_CHARACTERS, SECRET_VARIABLE, DistSecret, find_secret
-from moe_engine.config.explain import explain_json, explain_text, start_lines
-from moe_engine.config.launch_plan import prepare
-from moe_engine.engine.ranks.worker import fingerprint, rank_group_options
 from moe_engine.errors import ConfigError
+from moe_engine.executor.sharded_worker import fingerprint, rank_group_options
+from moe_engine.planning.explain import explain_json, explain_text, start_lines
+from moe_engine.planning.prepare import prepare
+from moe_engine.processes.dist_secret import LEAST_CHARACTERS, SECRET_VARIABLE, DistSecret, find_secret
 
 SECRET = "0123456789abcdef0123456789abcdef"
 NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "127.0.0.1:20000"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from moe_engine.config.args import PARTS
-from moe_engine.config.explain import explain_json, explain_text, start_lines
 from moe_engine.config.field import fields_of
-from moe_engine.config.launch_plan import choose_backends
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device
+from moe_engine.planning.explain import explain_json, explain_text, start_lines
+from moe_engine.planning.prepare import choose_backends
 
 
 def test_text(resolved):

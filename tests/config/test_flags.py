@@ -15,7 +15,7 @@ from moe_engine.config.args import PARTS, EngineArgs, build_parser
 from moe_engine.config.dropped import DROPPED, FOREIGN, SATISFIED
 from moe_engine.config.field import fields_of, flag, option_of
 from moe_engine.config.flags import known_options, parse_flags
-from moe_engine.config.later import LATER
+from moe_engine.config.unsupported_flags import LATER
 from moe_engine.config.values import parse_count
 from moe_engine.errors import ConfigError, NotAvailableYet
 
@@ -35,7 +35,7 @@ def test_every_field_teaches_and_has_a_flag(info):
         assert info.default in allowed
     for synonym, meaning in info.flag.synonyms.items():
         assert synonym not in allowed and meaning in allowed
-    assert not set(info.flag.later) & {*(allowed or ()), *info.flag.synonyms}
+    assert not set(info.flag.unsupported) & {*(allowed or ()), *info.flag.synonyms}
 
 
 def test_no_name_stands_twice():

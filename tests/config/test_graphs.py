@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from moe_engine.config.args import EngineArgs, build_parser
-from moe_engine.config.resolve import ResolvedConfig, resolve
-from moe_engine.config.resolve_graphs import graph_row, graph_sizes
 from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.planning.resolve_graphs import graph_row, graph_sizes
 from moe_engine.types import GraphSettings
 from tests.config.conftest import SMALL, machine
 

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import fields_of
-from moe_engine.config.later import LATER
-from moe_engine.config.launch_flags import FACTS, launch_flags
-from moe_engine.config.launch_plan import choose_backends
-from moe_engine.config.machine import Machine
-from moe_engine.config.resolve import ResolvedConfig, resolve
-from moe_engine.engine.client_api import kernel_flags
-from moe_engine.engine.core_setup import core_info
-from moe_engine.engine.start import engine_info
+from moe_engine.config.unsupported_flags import LATER
+from moe_engine.core.setup import core_info
 from moe_engine.errors import ConfigError
+from moe_engine.frontend.client_api import kernel_flags
+from moe_engine.frontend.start import engine_info
 from moe_engine.kernels.device import cpu_device
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.launch_flags import FACTS, launch_flags
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.prepare import choose_backends
+from moe_engine.planning.resolve import ResolvedConfig, resolve
 from moe_engine.worker.worker import WorkerInfo
 from tests.config.conftest import V3, machine
 from tests.config.sglang_flags import MACHINE, SERVER_ARGS

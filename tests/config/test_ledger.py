@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from moe_engine.config.ledger import (
+from moe_engine.errors import ConfigError
+from moe_engine.planning.ledger import (
     GB,
     SLOT_TOKEN_BYTES,
     LedgerRow,
@@ -15,7 +16,6 @@ from moe_engine.config.ledger import (
     slot_table_bytes,
     tokens_that_fit,
 )
-from moe_engine.errors import ConfigError
 from tests.config.conftest import SMALL, V3, machine
 
 V2_LITE = {

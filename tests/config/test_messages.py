@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_plan import prepare
-from moe_engine.config.remarks import DEPENDENTS, unread_variables
 from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.remarks import DEPENDENTS, unread_variables
 from tests.config.conftest import SMALL, machine
 from tests.config.test_parallel import EIGHT, LLAMA
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.cluster_env import ClusterPlace, find_place
-from moe_engine.config.decisions import Record
 from moe_engine.config.parallel import ParallelArgs
-from moe_engine.config.resolve_parallel import SINGLE_PROCESS, ParallelPlan, resolve_parallel
-from moe_engine.engine.ranks.worker import fingerprint, rank_group_options
 from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.executor.sharded_worker import fingerprint, rank_group_options
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan, resolve_parallel
 from tests.config.conftest import SMALL, V3, machine
 
 LLAMA: dict[str, Any] = {

@@ -7,15 +7,15 @@ import pickle
 import pytest
 
 from moe_engine.config.args import PARTS, EngineArgs
-from moe_engine.config.contradictions import LEAST, MOST
 from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import fields_of
 from moe_engine.config.graphs import GraphArgs
-from moe_engine.config.launch_plan import prepare
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.device import cpu_device
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.validate import LEAST, MOST
 from tests.config.conftest import SMALL, V3, machine
 
 FP8 = ("fp8_e4m3", "fp8_e5m2")

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.explain import explain_json
-from moe_engine.config.launch_plan import prepare
-from moe_engine.config.resolve import resolve
-from moe_engine.config.resolve_speculation import DraftModel
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.explain import explain_json
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolve import resolve
+from moe_engine.planning.resolve_speculation import DraftModel
 from tests.config.conftest import GB, SMALL, V3, machine
 
 NO_MTP = {**SMALL, "num_nextn_predict_layers": 0}

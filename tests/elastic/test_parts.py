@@ -15,23 +15,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.engine import core, messages
-from moe_engine.engine.ranks import hub as rank_hub
-from moe_engine.engine.ranks import messages as rank_messages
-from moe_engine.engine.ranks.link import RankLink
-from moe_engine.engine.ranks.lockstep import GONE, Lockstep, StepMesh
-from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
-from moe_engine.engine.ranks.watch import RankWatch
+from moe_engine.cluster import rank_supervisor as rank_hub
+from moe_engine.cluster.failure_detector import FailureDetector
+from moe_engine.cluster.heartbeat_client import HeartbeatClient
+from moe_engine.core import loop as core
+from moe_engine.core import messages
+from moe_engine.core.dp_sync import GONE, DPSync, StepExchange
+from moe_engine.core.executor import RanksChanged, Survivors
 from moe_engine.errors import EngineDeadError
+from moe_engine.executor import messages as rank_messages
+from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.progress import Position
 from moe_engine.parallel.collectives import LOOK_AGAIN, Group, SingleRank
 from moe_engine.parallel.dispatch.rows import without_lost
 from moe_engine.parallel.elastic import ElasticWorld, SurvivorGroup
 from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.parallel.recording.balance_windows import BalanceWindows
 from moe_engine.types import StepFacts, StepPlan
-from moe_engine.worker.expert_recovery import Recovered
-from moe_engine.worker.rank_group import RanksChanged, Survivors
-from moe_engine.worker.rank_progress import Position
+from moe_engine.worker.eplb.expert_recovery import Recovered
 from tests.elastic.survival import until
 from tests.many_ranks.test_client import ask, client_of, request
 from tests.parallel.ranks import run_ranks
@@ -160,7 +161,7 @@ def test_balancedness_is_that_of_the_ranks_left(alive: list[bool]) -> None:
 class Watched:
     def __init__(self, coverage: Coverage | None) -> None:
         places = RankGroupOptions(4, lambda: None, num_groups=4).places
-        self.watch = RankWatch(places, WatchLimits(silent=3.0), coverage=coverage)
+        self.watch = FailureDetector(places, WatchLimits(silent=3.0), coverage=coverage)
         for rank in range(4):
             self.watch.joined(rank, "here", 100 + rank)
             self.watch.loaded(rank, {})
@@ -228,13 +229,13 @@ class Hub:
         monkeypatch.setattr(rank_hub, "LocalRanks", Mock())
         monkeypatch.setattr(rank_hub, "open_store", lambda options, host: Mock(port=1))
         options = RankGroupOptions(3, lambda: None, num_groups=3, coverage=Coverage(4, 4))
-        self.hub = rank_hub.RankHub(None, options, Mock(board_path=folder / "board"))
+        self.hub = rank_hub.RankSupervisor(None, options, Mock(board_path=folder / "board"))
         self.told: list[Survivors] = []
         self.busy: dict[int, Future[Any]] = {}
         """What ranks are asked that do not answer."""
         self.links = [self._link(rank, f"ipc://{folder}/ranks") for rank in range(3)]
 
-    def _link(self, rank: int, address: str) -> RankLink:
+    def _link(self, rank: int, address: str) -> HeartbeatClient:
         def run(method: str) -> Future[Any]:
             answer: Future[Any] = self.busy.get(rank, Future())
             if rank not in self.busy:
@@ -242,7 +243,7 @@ class Hub:
             return answer
 
         hello, limits = rank_messages.Hello(rank, "here", 100 + rank), WatchLimits(silent=60.0)
-        link = RankLink(
+        link = HeartbeatClient(
             address,
             f"rank{rank}",
             hello,
@@ -320,16 +321,16 @@ def test_a_rank_that_has_served_to_the_end_is_not_missed_before_it_was_heard(hub
 
 
 def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
-    meshes = [StepMesh(group, 3, f"ipc://{tmp_path}/steps-{group}") for group in range(3)]
+    meshes = [StepExchange(group, 3, f"ipc://{tmp_path}/steps-{group}") for group in range(3)]
     for mesh in meshes:
         mesh.connect([other.address for other in meshes])
-    steps = [Lockstep(mesh, lambda: None) for mesh in meshes[:2]]
+    steps = [DPSync(mesh, lambda: None) for mesh in meshes[:2]]
     meshes[2].tell(1, StepFacts(num_tokens=9))  # its last words
     meshes[0].tell(1, StepFacts(num_tokens=8))  # of a step that never was
 
     def part(group: int) -> list[tuple[StepFacts, ...] | None]:
         steps[group].regroup(1, [True, True, False])
-        return [steps[group].agree(StepPlan(40 + n), StepFacts(num_tokens=10 * group + n)).everybody for n in range(3)]
+        return [steps[group].agree(StepPlan(40 + n), StepFacts(num_tokens=10 * group + n)).dp_facts for n in range(3)]
 
     try:
         with ThreadPoolExecutor(2) as threads:
@@ -351,7 +352,7 @@ def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(
         *(Mock() for _ in range(4)),
         eos_token_ids=frozenset(),
         check=Mock(side_effect=[RanksChanged("DP1"), over]),
-        lockstep=Mock(generation=0),
+        dp_sync=Mock(generation=0),
         regroup=lambda waiting: (survivors, Recovered(3, 0, 0.5)),
     )
     with pytest.raises(RuntimeError, match="over"):
@@ -366,16 +367,21 @@ def test_a_request_of_a_lost_group_goes_on_elsewhere_from_what_was_said(tmp_path
     async def run() -> None:
         async with client_of(tmp_path, 3) as (client, (core,)):
             task = ask(client, "r", 4, lane=1)
-            assert (await core.got(1)).said == []
+            assert (await core.got(1)).generated_ids == []
             core.send(messages.StepOutput([messages.RequestDelta("r", [5, 6], cached_tokens=3)], group=1))
             core.send(messages.GroupsLost([1], "DP1 TP1 was killed by SIGKILL"))
             again = await core.got(0)
-            assert (again.rid, again.prompt_ids, again.said, again.resumed) == ("r", [0, 1, 2, 3], [5, 6], 1)
+            assert (again.rid, again.prompt_ids, again.generated_ids, again.num_migrations) == (
+                "r",
+                [0, 1, 2, 3],
+                [5, 6],
+                1,
+            )
             core.send(messages.StepOutput([messages.RequestDelta("r", [7])], group=1))  # came too late
             core.send(messages.StepOutput([messages.RequestDelta("r", [7], None, cached_tokens=6)], group=0))
             core.send(messages.GroupsLost([0], "DP0 TP0 was killed by SIGKILL"))
             last = await core.got(2)
-            assert last.said == [5, 6, 7] and last.resumed == 2 and last.routed_dp_rank == 2
+            assert last.generated_ids == [5, 6, 7] and last.num_migrations == 2 and last.routed_dp_rank == 2
             core.send(messages.StepOutput([messages.RequestDelta("r", [8], {"type": "length", "length": 4})], group=2))
             assert await task == [5, 6, 7, 8]
             assert [health.alive for health in client.healths()] == [False, False, True] and client.health().alive
@@ -419,7 +425,7 @@ def test_a_request_does_not_take_all_schedulers_with_it(tmp_path: Path) -> None:
         async with client_of(tmp_path, 6, method="round_robin") as (client, (core,)):
             task = ask(client, "poison")
             for group in range(4):
-                assert (await core.got(group)).resumed == group
+                assert (await core.got(group)).num_migrations == group
                 core.send(messages.GroupsLost([group], f"DP{group} died"))
             with pytest.raises(EngineDeadError, match="DP3 died; this request has lost 4 schedulers"):
                 await task

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_engine.engine.expert_records import ExpertRecords
 from moe_engine.errors import EngineDeadError
+from moe_engine.frontend.expert_records import ExpertRecords
 from tests import random_seed
 from tests.elastic.survival import Stream, Struck, alone, draw, finish, struck, until
 from tests.models.checkpoints import make_checkpoint

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from moe_engine.engine import messages
-from moe_engine.engine.client import CoreClient
-from moe_engine.engine.frontend import Frontend
+from moe_engine.core import messages
+from moe_engine.frontend.client import CoreClient
+from moe_engine.frontend.frontend import Frontend
 from tests.many_ranks.test_client import FakeCore, client_of
 from tests.tokenizer.tiny_tokenizer import make_tokenizer
 
@@ -74,7 +74,7 @@ class DelayedCore:
                 self.core.send(messages.StepOutput([messages.RequestDelta(message.rid, [], finish)], group))
                 return
             self.live[message.rid] = message, group
-            self.sent[message.rid] = len(message.said)
+            self.sent[message.rid] = len(message.generated_ids)
         elif isinstance(message, messages.AbortRequest):
             self.aborted += message.rids
             self.aborting.update({rid: message.reason for rid in message.rids if rid in self.live})

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_plan import prepare
-from moe_engine.engine import messages
-from moe_engine.engine.core import EngineCore
-from moe_engine.engine.core_setup import scheduler_config, worker_options
-from moe_engine.engine.reporter import StepReporter
-from moe_engine.engine.status_board import StatusBoard
+from moe_engine.core import messages
+from moe_engine.core.loop import EngineCore
+from moe_engine.core.setup import scheduler_config
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.core.step_reporter import StepReporter
+from moe_engine.executor.make_worker import worker_options
+from moe_engine.planning.prepare import prepare
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.worker.worker import Worker
@@ -51,7 +52,7 @@ class Answer:
 
 
 class ScriptedPort:
-    """Implements `core.Port`: hands out messages by turn, gathers the answers, ends the loop when all have ended."""
+    """A `core.loop.Port`: hands out messages by turn, gathers the answers, ends the loop when all have ended."""
 
     def __init__(self, script: list[Scripted]) -> None:
         self._script = script
@@ -112,7 +113,7 @@ class InProcessEngine:
     def __init__(self, path: Path | str, board: Path, **flags: Any) -> None:
         self.config = prepare(EngineArgs.from_kwargs(model_path=str(path), **flags))
         self.worker = Worker.create(worker_options(self.config))
-        self._board = StatusBoard(board, create=True)
+        self._board = SharedStatus(board, create=True)
 
     def run(self, script: list[Scripted], *, overlap: bool = True, **scheduling: Any) -> dict[str, Answer]:
         """Runs a script to its end; `scheduling` replaces fields of the SchedulerConfig."""

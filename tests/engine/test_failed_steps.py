@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_engine.engine.core import EngineCore
-from moe_engine.engine.reporter import StepReporter
+from moe_engine.core.loop import EngineCore
+from moe_engine.core.step_reporter import StepReporter
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.types import StepPlan
 from tests.engine.harness import Answer, InProcessEngine, Scripted, ScriptedPort

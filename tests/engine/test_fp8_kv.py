@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from moe_engine.models.demo import CHECKPOINT_DIR
+from moe_engine.demo import CHECKPOINT_DIR
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 

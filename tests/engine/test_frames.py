@@ -12,8 +12,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.engine import frames, messages
-from moe_engine.engine.frames import FrameReader
+from moe_engine.core import messages
+from moe_engine.processes import frames
+from moe_engine.processes.frames import FrameReader
 
 CALL = messages.encode(messages.Call(id=7, method="flush_cache"))
 

@@ -13,18 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.engine import core, inbox, messages
-from moe_engine.engine.frontend import Frontend, FrontendSettings
-from moe_engine.engine.generate_input import GenerateInput
-from moe_engine.engine.inbox import Inbox
-from moe_engine.engine.logprob_format import LogprobOptions, PythonLogprobs, extend
-from moe_engine.engine.routing import Load
+from moe_engine.core import loop as core
+from moe_engine.core import messages
 from moe_engine.errors import InputError
+from moe_engine.frontend import inbox
+from moe_engine.frontend.dp_routing import Load
+from moe_engine.frontend.frontend import Frontend, FrontendSettings
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.inbox import Inbox
+from moe_engine.frontend.logprob_format import LogprobOptions, PythonLogprobs, extend
 from moe_engine.scheduler import Scheduler, SchedulerConfig
 from moe_engine.types import LogprobSpec, PackedLogprobs, Request, SamplingParams, StepPlan, StepResult
+from moe_engine.worker.batch.request_rows import PromptLogprobs
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
-from moe_engine.worker.rows import PromptLogprobs
+from moe_engine.worker.sampling.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
 from tests.logprobs import Entry, pack, unpack
 from tests.server.fake_engine import FakeClient
 

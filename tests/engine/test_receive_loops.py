@@ -19,15 +19,15 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.engine import client as client_module
-from moe_engine.engine import messages
-from moe_engine.engine.core import EngineCore
-from moe_engine.engine.expert_calls import ExpertCalls
-from moe_engine.engine.inbox import Inbox
-from moe_engine.engine.reporter import StepReporter
-from moe_engine.engine.status_board import StatusBoard
-from moe_engine.engine.zmq_port import ZmqPort
+from moe_engine.core import messages
+from moe_engine.core.expert_calls import ExpertCalls
+from moe_engine.core.loop import EngineCore
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.core.step_reporter import StepReporter
+from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import EngineDeadError
+from moe_engine.frontend import client as client_module
+from moe_engine.frontend.inbox import Inbox
 from moe_engine.scheduler import Scheduler, SchedulerConfig
 from moe_engine.types import StepPlan, StepResult
 from tests.engine.delayed_core import front_end
@@ -128,7 +128,7 @@ def test_a_front_end_answers_rightly_whatever_else_arrives(noise: list[list[Nois
 
 
 class SteppingWorker:
-    """Implements `core.StepWorker` over the simulated worker, whose tokens are a function of the prompt."""
+    """Implements `core.executor.StepWorker` over the simulated worker, whose tokens are a function of the prompt."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._worker = FakeWorker(config)
@@ -152,11 +152,11 @@ class RunningCore:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.out = context.socket(zmq.PULL)
         self.out.bind(f"ipc://{folder}/from")
-        self._port = ZmqPort(f"ipc://{folder}/to", f"ipc://{folder}/from")
+        self._port = ZmqTransport(f"ipc://{folder}/to", f"ipc://{folder}/from")
         self.into = context.socket(zmq.PUSH)
         self.into.connect(f"ipc://{folder}/to")
         config = SchedulerConfig(num_slots=400, context_len=100, max_rows=6)
-        worker, board = SteppingWorker(config), StatusBoard(folder / "board", create=True)
+        worker, board = SteppingWorker(config), SharedStatus(folder / "board", create=True)
         core = EngineCore(
             Scheduler(config),
             worker,

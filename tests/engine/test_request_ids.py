@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.engine import messages
-from moe_engine.engine.frontend import Frontend
-from moe_engine.engine.generate_input import GenerateInput
+from moe_engine.core import messages
 from moe_engine.errors import InputError
+from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.generate_input import GenerateInput
 from tests.engine.delayed_core import STOP, TOKENIZER, DelayedCore, front_end, words_of
 
 KINDS = st.sampled_from(("stop", "length", "leave", "abort"))
@@ -203,7 +203,7 @@ def test_an_id_is_free_after_an_error_and_after_a_move_to_another_group(tmp_path
             core.live = {rid: entry for rid, entry in core.live.items() if entry[1] == 0}
             assert (await task)["text"] == expected(4, 40)
             first, again = core.received
-            assert again.rid == first.rid and again.seed == first.seed and again.said
+            assert again.rid == first.rid and again.seed == first.seed and again.generated_ids
             refused = asking("r", 4)
             refused.routed_dp_rank = 9
             with pytest.raises(InputError, match="routed_dp_rank"):

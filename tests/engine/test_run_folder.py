@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.engine import run_folder
-from moe_engine.engine.run_folder import (
+from moe_engine.errors import ConfigError
+from moe_engine.processes import runtime_dir as run_folder
+from moe_engine.processes.runtime_dir import (
     LONGEST_NAME,
     MAX_SOCKET_PATH,
     PREFIX,
     RANDOM_CHARACTERS,
-    RunFolder,
+    RuntimeDir,
     remove_abandoned,
 )
-from moe_engine.errors import ConfigError
 
 HOLD = """
 import sys
-from moe_engine.engine.run_folder import RunFolder
-folder = RunFolder()
+from moe_engine.processes.runtime_dir import RuntimeDir
+folder = RuntimeDir()
 print(folder.path, flush=True)
 sys.stdin.read()
 """
@@ -44,7 +44,7 @@ def test_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
         assert other.stdout is not None
         path = Path(other.stdout.readline().strip())
         (path / "board").write_text("x")
-        mine = RunFolder()
+        mine = RuntimeDir()
         assert path.is_dir() and mine.path.is_dir() and mine.path != path
         other.kill()
     remove_abandoned()
@@ -55,8 +55,8 @@ def test_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
 
 LEAVE = """
 import os, sys
-from moe_engine.engine.run_folder import RunFolder
-folder = RunFolder()
+from moe_engine.processes.runtime_dir import RuntimeDir
+folder = RuntimeDir()
 if not os.fork():
     sys.exit()
 os.wait()
@@ -91,7 +91,7 @@ def long_folder(tmp_path: Path, length: int = 120) -> Path:
     return made
 
 
-def socket_fits(folder: RunFolder) -> None:
+def socket_fits(folder: RuntimeDir) -> None:
     """The longest name, of an attention group's socket, can be bound in it."""
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(folder.path / LONGEST_NAME))
@@ -108,7 +108,7 @@ def test_a_long_temporary_folder_is_replaced(tmp_path: Path, monkeypatch: pytest
             "not set": "",
         }
         monkeypatch.setenv("XDG_RUNTIME_DIR", place[runtime])
-        folder = RunFolder()
+        folder = RuntimeDir()
         assert str(folder.path.parent) == (short if runtime == "given" else "/tmp")
         assert folder.path.stat().st_mode & 0o777 == 0o700
         socket_fits(folder)
@@ -126,7 +126,7 @@ def test_the_limit_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spa
         place.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(place))
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-        folder = RunFolder()
+        folder = RuntimeDir()
         assert (folder.path.parent == place) == (spare == 0)
         socket_fits(folder)
         folder.remove()
@@ -137,7 +137,7 @@ def test_no_place_at_all_names_the_variable(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(run_folder, "_places", lambda: [long])
     monkeypatch.setattr(tempfile, "tempdir", long)
     with pytest.raises(ConfigError, match=rf"TMPDIR={long}: .* set TMPDIR to such a folder"):
-        RunFolder()
+        RuntimeDir()
 
 
 def test_folders_of_killed_front_ends_go_wherever_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_engine import Engine
-from moe_engine.engine.frontend import Frontend, FrontendSettings
-from moe_engine.engine.generate_input import GenerateInput
-from moe_engine.engine.prepare import seed_of_copy
+from moe_engine.frontend.frontend import Frontend, FrontendSettings
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.prepare import seed_of_copy
 from tests.models.checkpoints import make_checkpoint
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get

@@ -21,7 +21,7 @@ from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
 from moe_engine.parallel.topology import Topology
-from moe_engine.worker.expert_balance import ASK_EVERY, MIN_GAIN
+from moe_engine.worker.eplb.eplb_manager import ASK_EVERY, MIN_GAIN
 from tests.experts_wired.worlds import Balanced, Case, balanced, load, run_balanced
 from tests.models.checkpoints import make_checkpoint
 from tests.parallel.ranks import World

@@ -17,7 +17,7 @@ from moe_engine.parallel.context import SINGLE
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.recording.merge import sum_parts
 from moe_engine.parallel.topology import Topology
-from moe_engine.worker.expert_setup import with_experts
+from moe_engine.worker.eplb.expert_setup import with_experts
 from tests.experts_wired.worlds import Case, load, run_placed, run_script
 from tests.models.checkpoints import make_checkpoint
 from tests.parallel.ranks import World

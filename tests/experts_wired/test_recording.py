@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_plan import prepare
-from moe_engine.engine.core_setup import worker_options
-from moe_engine.engine.expert_calls import ExpertCalls
+from moe_engine.core.executor import RanksChanged
+from moe_engine.core.expert_calls import ExpertCalls
+from moe_engine.executor.make_worker import worker_options
 from moe_engine.models.layers.moe import MoE
+from moe_engine.planning.prepare import prepare
 from moe_engine.types import NewRow, SamplingParams, StepPlan
-from moe_engine.worker.expert_setup import moe_layers
-from moe_engine.worker.observed_model import ObservedModel
-from moe_engine.worker.rank_group import RanksChanged
+from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
+from moe_engine.worker.eplb.expert_setup import moe_layers
 from moe_engine.worker.worker import Worker
 from tests.models.checkpoints import make_checkpoint
 
@@ -152,7 +152,7 @@ def test_drafts_are_not_recorded_and_change_nothing(
     flags = {"expert_distribution_recorder_mode": "stat", "ep_num_redundant_experts": 3}
     worker = make_worker(checkpoint, tmp_path, "cpu", monkeypatch, speculative_algorithm="NEXTN", **flags)
     worker.call_all("start_experts").result()
-    assert isinstance(worker.runner.model, ObservedModel)
+    assert isinstance(worker.runner.model, ExpertRecordingModel)
     run(worker, plans(PROMPTS, 2))
     counts = dump(worker, tmp_path)["logical_count"]
     num_layers = worker.runner.model._model.config.num_layers  # type: ignore[attr-defined]
@@ -168,9 +168,9 @@ Attached = tuple[Any, list[Any], bool]
 def attached(worker: Worker) -> Attached:
     """All that a step could come by: the model run, who is told in each layer and where it counts, the stack's own."""
     model: Any = worker.runner.model
-    decoder = model._model if isinstance(model, ObservedModel) else model
+    decoder = model._model if isinstance(model, ExpertRecordingModel) else model
     told = [(moe._recorder, moe._counted_at, moe._routed.__dict__.get("on_arrival")) for moe in decoder.moes]
-    return type(model), told, decoder.stack is not None and decoder.stack.tells
+    return type(model), told, decoder.stack is not None and decoder.stack.records_experts
 
 
 def calls_of_a_step(worker: Worker, step: StepPlan) -> Counter[Any]:
@@ -263,7 +263,7 @@ def test_without_the_flag_nothing_is_attached(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_worker(checkpoint, tmp_path, "torch", monkeypatch)
-    assert not isinstance(worker.runner.model, ObservedModel)
+    assert not isinstance(worker.runner.model, ExpertRecordingModel)
     calls = ExpertCalls(worker, tmp_path)
     for method in ("expert_start", "expert_stop", "expert_take"):
         answer = calls.begin(method)

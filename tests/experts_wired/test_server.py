@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_engine.engine.expert_calls import OFF
+from moe_engine.core.expert_calls import OFF
 from moe_engine.errors import EngineDeadError
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, post, talk

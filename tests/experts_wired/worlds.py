@@ -19,9 +19,9 @@ from moe_engine.parallel.dispatch.tables import Place, choose
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
-from moe_engine.worker.expert_balance import ExpertBalance
-from moe_engine.worker.expert_control import ExpertControl
-from moe_engine.worker.expert_setup import attach_experts, with_experts
+from moe_engine.worker.eplb.eplb_manager import EPLBManager
+from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.eplb.expert_setup import attach_experts, with_experts
 from tests.models.stepper import Chunk, Stepper, make_backends, make_kv
 from tests.parallel_models import script
 
@@ -148,7 +148,7 @@ class Lines(logging.Handler):
 def balanced(loaded: Loaded, prompts: list[list[int]]) -> Balanced:
     seen = Balanced([], [], [], [])
     stepper, tables = loaded.stepper, loaded.parallel.experts
-    balance: ExpertBalance | None = loaded.control._balance
+    balance: EPLBManager | None = loaded.control._balance
     for number, prompt in enumerate(prompts):
         stepper.lengths[number % 8] = 0
         mine = loaded.parallel.attn_dp_rank == 0

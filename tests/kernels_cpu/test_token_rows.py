@@ -11,12 +11,12 @@ from torch import Tensor
 from moe_engine.kernels import tables
 from moe_engine.kernels.cpu.library import Library, LibraryError
 from moe_engine.kernels.device import Need, cpu_device
+from moe_engine.kernels.permutation import choice as choice_module
+from moe_engine.kernels.permutation.choice import token_rows
+from moe_engine.kernels.permutation.cpu import CpuTokenRows
+from moe_engine.kernels.permutation.protocol import Records, TokenRows
+from moe_engine.kernels.permutation.reference import TorchTokenRows
 from moe_engine.kernels.registry import Choice
-from moe_engine.kernels.token_rows import choice as choice_module
-from moe_engine.kernels.token_rows.choice import token_rows
-from moe_engine.kernels.token_rows.cpu import CpuTokenRows
-from moe_engine.kernels.token_rows.protocol import Records, TokenRows
-from moe_engine.kernels.token_rows.reference import TorchTokenRows
 from tests.kernels_cpu.conftest import threads
 from tests.models.rows import cpu_rows_of
 from tests.parallel.row_sums import check_row_sums

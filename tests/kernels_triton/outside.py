@@ -15,11 +15,9 @@ import torch
 from triton import knobs
 
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS
-from moe_engine.compile_kernels.exercise import exercise
-from moe_engine.compile_kernels.other_rows import build_triton
+from moe_engine.cli.compile_kernels.exercise import exercise
+from moe_engine.cli.compile_kernels.other_rows import build_triton
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.hardware import GPUS
-from moe_engine.config.launch_plan import choose_backends, prepare
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.ops import triton_norm, triton_rotary, triton_router
@@ -27,11 +25,13 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.sampling import triton_sampling
 from moe_engine.kernels.sampling.protocol import SamplingParameters
-from moe_engine.kernels.step_ladder import StepSize
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.triton.absent_device import absent_device, listed
 from moe_engine.kernels.triton.aot import AotCase, compile_case
 from moe_engine.kernels.vendors.warming import StepShapes
+from moe_engine.kernels.warmup_sizes import StepSize
+from moe_engine.planning.hardware import GPUS
+from moe_engine.planning.prepare import choose_backends, prepare
 
 ARCH = 90
 

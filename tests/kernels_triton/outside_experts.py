@@ -10,13 +10,14 @@ import sys
 import torch
 from triton import knobs
 
-from moe_engine.kernels.experts import triton_grouped_gemm, triton_permute
+from moe_engine.kernels.experts import triton_grouped_gemm
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.linear.triton_block_gemm import cases_of
 from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.permutation import triton_permute
 from moe_engine.kernels.quantization import triton_rows
 from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.triton.absent_device import absent_device

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from tests.kernels_cpu.formulas import attend, close, normal, paged_queries, random_trees
 
-triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton_attention", reason="needs triton")
+triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 TritonMLA = triton_attention.TritonMLA
 
 LENS = [(1, 1), (130, 130), (0, 4), (37, 300), (1, 65), (70, 200)]

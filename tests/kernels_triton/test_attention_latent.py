@@ -15,7 +15,7 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import select
 from tests.kernels_cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
 
-triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton_attention", reason="needs triton")
+triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 TritonMLA = triton_attention.TritonMLA
 
 LENS = [(1, 1), (1, 70), (0, 9), (3, 3), (1, 130), (5, 61), (2, 64)]

@@ -12,7 +12,7 @@ from moe_engine.kernels.attention.workspaces import MULTIPROCESSORS, AttentionLo
 from moe_engine.kernels.device import HeadWidths
 from tests.kernels_cpu.formulas import paged_queries
 
-triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton_attention", reason="needs triton")
+triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 40, 128])

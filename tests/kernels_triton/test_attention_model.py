@@ -10,12 +10,12 @@ import torch
 
 from moe_engine.kernels.attention.protocol import AttentionBatch
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.layers import mla_pieces
+from moe_engine.models.layers import mla_chunks
 from moe_engine.models.loader import load_model
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
 
-triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton_attention", reason="needs triton")
+triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 
 PROMPTS = {0: 9, 1: 5, 2: 26}
 NUM_STEPS = 2
@@ -63,13 +63,13 @@ def test_a_long_context_is_expanded_in_parts(tmp_path: Path, monkeypatch: pytest
     """With room for 8 tokens at once the prompts stay expanded, four tokens at a time: the same answers."""
     path = make_checkpoint("deepseek_v3", tmp_path, seed=12)
     expected_tokens, expected = greedy(path, None)
-    whole, pieces = mla_pieces.cut, []
+    whole, pieces = mla_chunks.cut, []
 
-    def cut(batch: AttentionBatch, backend: object, plan: object, *limits: int) -> list[mla_pieces.Piece]:
+    def cut(batch: AttentionBatch, backend: object, plan: object, *limits: int) -> list[mla_chunks.Piece]:
         pieces.extend(found := whole(batch, backend, plan, 8, 4))  # type: ignore[arg-type]
         return found
 
-    monkeypatch.setattr(mla_pieces, "cut", cut)
+    monkeypatch.setattr(mla_chunks, "cut", cut)
     tokens, logits = greedy(path, triton_attention.TritonMLA(num_programs=5))
     prefills = [piece for piece in pieces if piece.queries.query_lens[0] > 3]
     assert prefills and not any(piece.absorbed for piece in prefills)

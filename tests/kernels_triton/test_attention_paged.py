@@ -14,7 +14,7 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Choice, Row, select
 from tests.kernels_cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
 
-triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton_attention", reason="needs triton")
+triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 TritonGQA = triton_attention.TritonGQA
 
 DECODE = [(1, 1), (1, 70), (0, 5), (1, 300), (3, 131)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.cli import main
-from moe_engine.config.hardware import GPUS
-from moe_engine.kernels.step_ladder import ladder, step_sizes
+from moe_engine.cli.main import main
+from moe_engine.kernels.warmup_sizes import ladder, step_sizes
+from moe_engine.planning.hardware import GPUS
 
 pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ SMALL = ("--max-running-requests", "2", "--chunked-prefill-size", "8", "--contex
 
 def compile_into(folder: Path, *flags: str) -> tuple[str, dict]:
     """Output and index of the command for the embedded model, in a process that compiles in earnest."""
-    command = [sys.executable, "-m", "moe_engine.cli", "compile", "--output", str(folder), *SMALL, *flags]
+    command = [sys.executable, "-m", "moe_engine.cli.main", "compile", "--output", str(folder), *SMALL, *flags]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels import backends as backends_module
-from moe_engine.kernels.attention.triton_attention import TritonMLA
+from moe_engine.kernels.attention.triton.attention import TritonMLA
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.experts.tiles import tiles_of
 from moe_engine.kernels.experts.triton_experts import TritonExperts

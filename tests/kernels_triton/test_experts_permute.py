@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts import order as torch_order
-from moe_engine.kernels.experts import triton_permute
-from moe_engine.kernels.experts.triton_permute import permute_quantize
+from moe_engine.kernels.permutation import expert_order as torch_order
+from moe_engine.kernels.permutation import triton_permute
+from moe_engine.kernels.permutation.triton_permute import permute_quantize
 from moe_engine.kernels.quantization import reference
 from tests.kernels_triton.poison import poisoned_memory
 

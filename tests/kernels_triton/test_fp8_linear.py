@@ -17,7 +17,7 @@ from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import NUMBERS, BlockWeight, QuantizedRows, Reads
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedRows
 from tests.kernels_cpu.formulas import rms_norm, silu
 from tests.kernels_triton.poison import poisoned_memory
 
@@ -116,9 +116,9 @@ def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
     x = torch.randn(rows, 330).bfloat16()[:, 3:203]
     weight = reference.quantize_weight(torch.randn(70, 200), power_of_two)
     prepared = linear.prepare_blocks(weight, torch.randn(70))
-    assert linear.reads(prepared) == Reads.fp8(power_of_two)
-    assert linear.reads(linear.prepare(torch.randn(4, 200))) == NUMBERS
-    normed = TritonOps().rms_norm_quantized(x, norm, 1e-5, linear.reads(prepared))
+    assert linear.input_format(prepared) == ActivationFormat.fp8(power_of_two)
+    assert linear.input_format(linear.prepare(torch.randn(4, 200))) == UNQUANTIZED
+    normed = TritonOps().rms_norm_quantized(x, norm, 1e-5, linear.input_format(prepared))
     assert normed.numbers is None and len(normed) == rows
     got = linear.run(normed, prepared)
     assert got.shape == (rows, 70) and got.dtype == x.dtype

@@ -28,7 +28,7 @@ from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import FP8, NUMBERS, BlockWeight, Reads
+from moe_engine.kernels.quantization.protocol import FP8, UNQUANTIZED, ActivationFormat, BlockWeight
 from moe_engine.kernels.registry import select
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
@@ -60,8 +60,8 @@ class EmulatedLinear(TorchLinear):
         prepared = self.prepare(reference.dequantize_weight(weight), bias)
         return replace(prepared, data=(prepared.data, weight.power_of_two))
 
-    def reads(self, weight: PreparedLinear) -> Reads:
-        return NUMBERS
+    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
+        return UNQUANTIZED
 
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         if isinstance(weight.data, Tensor):

@@ -14,12 +14,12 @@ from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import (
-    NUMBERS,
+    UNQUANTIZED,
+    ActivationFormat,
     QuantizedActivation,
-    Reads,
-    as_read,
-    numbers_of,
-    read_by_all,
+    as_format,
+    common_format,
+    unquantized,
 )
 from moe_engine.kernels.quantization.triton_rows import quantize_rows
 from moe_engine.models.config_file import load_model_config
@@ -78,7 +78,7 @@ def test_a_layer_quantises_once_for_all_that_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 def test_norms_quantise_what_they_give(power_of_two: bool, adds: bool) -> None:
     """The rows are the numbers quantised, bit for bit, and the numbers are those of the norm alone."""
-    ops, norm, reads = TritonOps(), torch.rand(300) + 0.5, Reads(True, True, power_of_two)
+    ops, norm, reads = TritonOps(), torch.rand(300) + 0.5, ActivationFormat(True, True, power_of_two)
     x, stream = torch.randn(5, 300).bfloat16(), torch.randn(5, 300).bfloat16()
     once = stream.clone()
     if adds:
@@ -87,7 +87,7 @@ def test_norms_quantise_what_they_give(power_of_two: bool, adds: bool) -> None:
         assert torch.equal(once, stream)
     else:
         found, want = ops.rms_norm_quantized(x, norm, 1e-5, reads), ops.rms_norm(x, norm, 1e-5)
-    numbers = numbers_of(found)
+    numbers = unquantized(found)
     torch.testing.assert_close(numbers, want, rtol=2**-7, atol=0)  # sums in another order: one step of bf16
     again = quantize_rows(numbers, power_of_two)
     assert torch.equal(found.rows.data.view(torch.uint8), again.data.view(torch.uint8))
@@ -95,18 +95,18 @@ def test_norms_quantise_what_they_give(power_of_two: bool, adds: bool) -> None:
 
 
 def test_what_serves_several_readers() -> None:
-    fp8, powers = Reads.fp8(False), Reads.fp8(True)
-    assert read_by_all(fp8, fp8) == fp8 and read_by_all(NUMBERS, powers) == Reads(True, True, True)
-    assert read_by_all(NUMBERS, NUMBERS) == NUMBERS == read_by_all()
-    assert read_by_all(fp8, powers, powers) == NUMBERS  # nobody gets scales of another kind than it asked for
+    fp8, powers = ActivationFormat.fp8(False), ActivationFormat.fp8(True)
+    assert common_format(fp8, fp8) == fp8 and common_format(UNQUANTIZED, powers) == ActivationFormat(True, True, True)
+    assert common_format(UNQUANTIZED, UNQUANTIZED) == UNQUANTIZED == common_format()
+    assert common_format(fp8, powers, powers) == UNQUANTIZED  # nobody gets scales of another kind than it asked for
     x = torch.randn(3, 128)
     alone = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
-    assert as_read(x, fp8) is x and as_read(alone, fp8) is alone
+    assert as_format(x, fp8) is x and as_format(alone, fp8) is alone
     with pytest.raises(ValueError, match="quantised alone"):
-        numbers_of(alone)
+        unquantized(alone)
     both = replace(alone, numbers=x)
     plain = Linear(TritonLinear(), torch.randn(8, 128))
-    assert plain.reads == NUMBERS and torch.equal(plain(both), plain(x))
+    assert plain.input_format == UNQUANTIZED and torch.equal(plain(both), plain(x))
 
 
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
@@ -125,17 +125,19 @@ def test_tokens_that_travel_in_fp8_are_quantised_once(layout: str) -> None:
         arranged = PaddedLayout(num, tokens, torch.bfloat16, torch.device("cpu"))
     dispatcher = ExchangedDispatcher(shape, LocalExchange(), arranged, None)
     experts = DispatchedExperts(PhasedDispatcher(lambda: {"prefill": dispatcher}), kernel, weights)
-    assert experts.reads == Reads.fp8(False)
+    assert experts.input_format == ActivationFormat.fp8(False)
 
     ids, topk_weights = torch.rand(tokens, num).argsort(1)[:, :top_k].int(), torch.rand(tokens, top_k)
     norm = torch.rand(hidden) + 0.5
-    normed = TritonOps().rms_norm_quantized(torch.randn(tokens, hidden).bfloat16(), norm, 1e-6, Reads(True, True))
+    normed = TritonOps().rms_norm_quantized(
+        torch.randn(tokens, hidden).bfloat16(), norm, 1e-6, ActivationFormat(True, True)
+    )
     want = kernel.run_routed(normed, topk_weights, ids, weights)
     with launches() as names:
         got = experts.run(normed, topk_weights, ids)
     assert not any("quantize" in name for name in names), names
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-7 * float(want.abs().max()))
     with launches() as names:
-        again = experts.run(numbers_of(normed), topk_weights, ids)
+        again = experts.run(unquantized(normed), topk_weights, ids)
     assert not any("quantize" in name for name in names), names  # on the way out, in torch
     torch.testing.assert_close(again, want, rtol=0, atol=0.05 * float(want.abs().max()))

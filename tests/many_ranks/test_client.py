@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import zmq
 
-from moe_engine.engine import messages
-from moe_engine.engine.client import CoreClient
-from moe_engine.engine.expert_records import ExpertRecords
-from moe_engine.engine.messages import AddRequest, RequestDelta
-from moe_engine.engine.status_board import StatusBoard
+from moe_engine.core import messages
+from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.frontend.client import CoreClient
+from moe_engine.frontend.expert_records import ExpertRecords
 from tests.server.fake_engine import INFO
 
 
@@ -29,7 +29,7 @@ class FakeCore:
         self.from_core: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self.from_core.bind(f"ipc://{folder}/{name}-from")
         self.to_core_addresses = [f"ipc://{folder}/{name}-{group}" for group in range(groups)]
-        self.boards = [StatusBoard(folder / f"{name}-board-{group}", create=True) for group in range(groups)]
+        self.boards = [SharedStatus(folder / f"{name}-board-{group}", create=True) for group in range(groups)]
         self.dead: str | None = None
         self.stopped: float | None = None
         self._groups: dict[str, int] = {}

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moe_engine.config.dist_secret import SECRET_VARIABLE
+from moe_engine.processes.dist_secret import SECRET_VARIABLE
 from tests.e2e.server_process import ServerProcess
 from tests.free_port import free_port
 from tests.ranks.drill import PATIENCE

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.engine.ranks.lockstep import GONE, Lockstep, PrefillTurns, StepMesh
-from moe_engine.engine.status_board import StatusBoard
+from moe_engine.core.dp_sync import GONE, DPSync, PrefillTurns, StepExchange
+from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import Speculation, StepFacts, StepPlan
 
@@ -23,11 +23,11 @@ def lost() -> None:
 
 
 @pytest.fixture
-def meshes(tmp_path: Path) -> Iterator[Callable[[int], list[StepMesh]]]:
-    made: list[StepMesh] = []
+def meshes(tmp_path: Path) -> Iterator[Callable[[int], list[StepExchange]]]:
+    made: list[StepExchange] = []
 
-    def make(count: int) -> list[StepMesh]:
-        made.extend(StepMesh(group, count, f"ipc://{tmp_path}/steps-{group}") for group in range(count))
+    def make(count: int) -> list[StepExchange]:
+        made.extend(StepExchange(group, count, f"ipc://{tmp_path}/steps-{group}") for group in range(count))
         for mesh in made:
             mesh.connect([other.address for other in made])
         return made
@@ -37,20 +37,20 @@ def meshes(tmp_path: Path) -> Iterator[Callable[[int], list[StepMesh]]]:
         mesh.close()
 
 
-def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepMesh]]) -> None:
+def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepExchange]]) -> None:
     """Each at its own pace: whoever is early waits, and what came early is kept for its step."""
     count, steps = 4, 60
     seen: list[list[tuple[StepFacts, ...]]] = [[] for _ in range(count)]
 
-    def scheduler(mesh: StepMesh) -> None:
-        rng, lockstep = random.Random(mesh.group), Lockstep(mesh, lambda: None)
+    def scheduler(mesh: StepExchange) -> None:
+        rng, dp_sync = random.Random(mesh.group), DPSync(mesh, lambda: None)
         for number in range(steps):
             if rng.random() < 0.2:
                 time.sleep(rng.random() * 0.004)
             facts = StepFacts(num_tokens=100 * number + mesh.group, prefills=bool(mesh.group), num_waiting=number)
-            plan = lockstep.agree(StepPlan(number, rows=[mesh.group]), facts)
-            assert plan.rows == [mesh.group] and plan.everybody is not None
-            seen[mesh.group].append(plan.everybody)
+            plan = dp_sync.sync_step(StepPlan(number, rows=[mesh.group]), facts)
+            assert plan.rows == [mesh.group] and plan.dp_facts is not None
+            seen[mesh.group].append(plan.dp_facts)
 
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(scheduler, meshes(count)))
@@ -60,23 +60,23 @@ def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepMesh]]
         assert [facts.prefills for facts in everybody] == [False, True, True, True]
 
 
-def test_a_message_of_a_later_step_waits_for_its_turn(meshes: Callable[[int], list[StepMesh]]) -> None:
+def test_a_message_of_a_later_step_waits_for_its_turn(meshes: Callable[[int], list[StepExchange]]) -> None:
     first, second, third = meshes(3)
     second.tell(1, StepFacts(num_tokens=21))
     second.tell(2, StepFacts(num_tokens=22))
     third.tell(1, StepFacts(num_tokens=31))
     first.tell(1, StepFacts(num_tokens=11))
-    assert [facts.num_tokens for facts in first.everybody(1, lambda: None)] == [11, 21, 31]
+    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [11, 21, 31]
     assert first.begun(2) and not first.begun(3)
     first.tell(2, StepFacts(num_tokens=12))
     with pytest.raises(EngineDeadError):
-        first.everybody(2, lost)  # the third has not come
+        first.dp_facts(2, lost)  # the third has not come
     third.tell(2, StepFacts(num_tokens=32))
-    assert [facts.num_tokens for facts in first.everybody(2, lambda: None)] == [12, 22, 32]
+    assert [facts.num_tokens for facts in first.dp_facts(2, lambda: None)] == [12, 22, 32]
 
 
-def test_who_rests_hears_that_a_step_begins(meshes: Callable[[int], list[StepMesh]]) -> None:
-    busy, idle = (Lockstep(mesh, lambda: None) for mesh in meshes(2))
+def test_who_rests_hears_that_a_step_begins(meshes: Callable[[int], list[StepExchange]]) -> None:
+    busy, idle = (DPSync(mesh, lambda: None) for mesh in meshes(2))
     assert not idle.is_due() and not busy.is_due()
     facts = StepFacts(num_tokens=5, num_logits=1, prefills=True)
     thread = threading.Thread(target=busy.agree, args=(StepPlan(1), facts))
@@ -86,22 +86,22 @@ def test_who_rests_hears_that_a_step_begins(meshes: Callable[[int], list[StepMes
         assert time.monotonic() < deadline
     plan = idle.agree(StepPlan(7), StepFacts())
     thread.join(5)
-    assert plan.number == 7 and plan.everybody == (facts, StepFacts()) == busy.last
+    assert plan.number == 7 and plan.dp_facts == (facts, StepFacts()) == busy.last
     assert not idle.is_due() and not idle.all_leave()
 
 
-def test_facts_travel_whole(meshes: Callable[[int], list[StepMesh]]) -> None:
+def test_facts_travel_whole(meshes: Callable[[int], list[StepExchange]]) -> None:
     first, second = meshes(2)
     facts = StepFacts()
     for i, field in enumerate(dataclasses.fields(StepFacts)):
         facts = dataclasses.replace(facts, **{field.name: True if isinstance(field.default, bool) else 2 + i})
     second.tell(1, facts)
     first.tell(1, StepFacts())
-    assert first.everybody(1, lambda: None) == (StepFacts(), facts)
+    assert first.dp_facts(1, lambda: None) == (StepFacts(), facts)
 
 
-def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[StepMesh]]) -> None:
-    steps = [Lockstep(mesh, lambda: None) for mesh in meshes(2)]
+def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[StepExchange]]) -> None:
+    steps = [DPSync(mesh, lambda: None) for mesh in meshes(2)]
     leaves = [[False, True, True], [False, False, True]]  # by group and step
     left: list[list[bool]] = [[], []]
 
@@ -115,9 +115,9 @@ def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[S
     assert left == [[False, False, True]] * 2
 
 
-def test_who_waits_notices_a_lost_rank(meshes: Callable[[int], list[StepMesh]]) -> None:
+def test_who_waits_notices_a_lost_rank(meshes: Callable[[int], list[StepExchange]]) -> None:
     with pytest.raises(EngineDeadError, match="a rank is lost"):
-        Lockstep(meshes(2)[0], lost).agree(StepPlan(1), StepFacts())
+        DPSync(meshes(2)[0], lost).agree(StepPlan(1), StepFacts())
 
 
 def test_turns_of_prompts() -> None:
@@ -139,7 +139,7 @@ def test_turns_of_prompts() -> None:
     assert turns.open  # nobody decodes
 
 
-def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], list[StepMesh]]) -> None:
+def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], list[StepExchange]]) -> None:
     """A peer that regroups first begins the new generation while this rank is still in the old one."""
     here, peer, _ = meshes(3)
     alive = [True, True, False]
@@ -147,21 +147,21 @@ def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], l
     peer.tell(1, StepFacts(num_tokens=21))
     assert here.socket.poll(30_000)
     assert not here.begun(1)  # reads the message: it belongs to no step of the old generation
-    steps = Lockstep(here, lost)  # a wait for a message that was dropped ends at `lost`
+    steps = DPSync(here, lost)  # a wait for a message that was dropped ends at `lost`
     steps.regroup(1, alive)
     assert steps.is_due()
-    assert steps.agree(StepPlan(1), StepFacts(num_tokens=11)).everybody == (
+    assert steps.agree(StepPlan(1), StepFacts(num_tokens=11)).dp_facts == (
         StepFacts(num_tokens=11),
         StepFacts(num_tokens=21),
         GONE,
     )
 
 
-def test_turns_of_prompts_count_the_groups_that_are_alive(meshes: Callable[[int], list[StepMesh]]) -> None:
+def test_turns_of_prompts_count_the_groups_that_are_alive(meshes: Callable[[int], list[StepExchange]]) -> None:
     """One of two groups alive is half of them, however many were lost."""
     here, peer, *_ = meshes(5)
     alive = [True, True, False, False, False]
-    steps = Lockstep(here, lambda: None)
+    steps = DPSync(here, lambda: None)
     steps.regroup(1, alive)
     peer.regroup(1, alive)
     for number, (facts, may_prefill) in enumerate(
@@ -189,7 +189,7 @@ def test_facts_of_a_plan() -> None:
 
 def test_a_board_shown_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clocks of machines differ: what travels are ages, and what was never set stays unset."""
-    here, there = (StatusBoard(tmp_path / name, create=True) for name in ("here", "there"))
+    here, there = (SharedStatus(tmp_path / name, create=True) for name in ("here", "there"))
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     here.write(ready=1, step=12, step_end=998.5, busy_since=990.0, last_turn=999.0, num_running=4, token_usage=0.25)
     packed, seen = here.pack(), here.read()
@@ -197,5 +197,5 @@ def test_a_board_shown_on_another_machine(tmp_path: Path, monkeypatch: pytest.Mo
     there.unpack(packed)
     assert there.read() == seen
     assert seen.step_age == 1.5 and seen.silence == 1.0 and seen.oldest_queued_age == 0.0
-    there.unpack(StatusBoard(tmp_path / "new", create=True).pack())
+    there.unpack(SharedStatus(tmp_path / "new", create=True).pack())
     assert there.read().silence == 0.0 and not there.read().ready

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from moe_engine.engine.routing import Load, Router
+from moe_engine.frontend.dp_routing import Load, Router
 
 
 def choices(router: Router, count: int, able: tuple[int, ...]) -> list[int]:

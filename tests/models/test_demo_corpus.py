@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from moe_engine.models.demo import CHECKPOINT_DIR, corpus, phrases, sums, tools, unknown, words
-from moe_engine.models.demo.chat import ASSISTANT, BOS, EOS, OUTPUT_END, USER
-from moe_engine.models.demo.train import Recipe
+from moe_engine.demo import CHECKPOINT_DIR
+from moe_engine.demo.training import corpus, phrases, sums, tools, unknown, words
+from moe_engine.demo.training.chat import ASSISTANT, BOS, EOS, OUTPUT_END, USER
+from moe_engine.demo.training.train import Recipe
 
 MIXTURES = (corpus.FACTS_FIRST, corpus.EVERYTHING, corpus.FINISH)
 SUM = re.compile(r"(?<!\d)(\d+) ([-+*]) (\d+)(?: - 1)?(?: \+ 1)? = (-?\d+)")

@@ -141,7 +141,7 @@ def test_a_bad_checkpoint_is_refused_without_torch(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = torch.ones(3)
     save_file(tensors, path / "model.safetensors")
     code = (
-        f"import sys, moe_engine.cli as c; code = c.main(['plan', '--model-path', {str(path)!r}]); "
+        f"import sys, moe_engine.cli.main as c; code = c.main(['plan', '--model-path', {str(path)!r}]); "
         "print('torch' in sys.modules, code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -12,7 +12,7 @@ import torch
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.kernels.attention.reference import TorchMLA
-from moe_engine.models.layers.mla_pieces import Piece, cut
+from moe_engine.models.layers.mla_chunks import AttentionChunk, cut
 
 
 class CountingMLA:
@@ -47,7 +47,7 @@ def queries(lengths: list[tuple[int, int]], first_row: int = 0) -> PagedQueries:
 
 
 def check(
-    pieces: list[Piece], decode: list[tuple[int, int]], prefill: list[tuple[int, int]], limits: tuple[int, int]
+    pieces: list[AttentionChunk], decode: list[tuple[int, int]], prefill: list[tuple[int, int]], limits: tuple[int, int]
 ) -> None:
     seen: list[tuple[int, int]] = []  # (row, position) of each query token, in token order
     stop = 0
@@ -69,7 +69,7 @@ def check(
     assert seen == want
 
 
-def check_parts(piece: Piece, half: int) -> None:
+def check_parts(piece: AttentionChunk, half: int) -> None:
     """The whole context in order, each part within half of the limit, and so the query tokens."""
     (count,), (context,), stop = piece.queries.query_lens, piece.queries.context_lens, 0
     assert not piece.absorbed and piece.plan is None and count <= half

@@ -156,9 +156,9 @@ class Buffer:
         received = torch.cat(rows).view(data.dtype)
         recv_ids = torch.cat(ids)
         counts = [-(-int((recv_ids == e).sum()) // expert_alignment) * expert_alignment for e in range(local)]
-        way = ("normal", [len(part) for part in rows], [mask for _, _, _, mask in everyone])
+        handle = ("normal", [len(part) for part in rows], [mask for _, _, _, mask in everyone])
         out = received if scales is None else (received, torch.cat(row_scales))
-        return out, recv_ids, torch.cat(weights), counts, way, object()
+        return out, recv_ids, torch.cat(weights), counts, handle, object()
 
     def combine(
         self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None, async_finish=False,

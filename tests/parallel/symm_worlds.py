@@ -18,7 +18,7 @@ from moe_engine.parallel.collectives import DistributedGroup, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, build
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Phase
 from moe_engine.parallel.dispatch.tables import DispatchChoice
-from tests.parallel.host_peers import HostPeerMemory
+from tests.parallel.host_symm_mem import HostSymmetricMemory
 from tests.parallel.nvshmem_emulator import EmulatedShuffles
 from tests.parallel.routings import MAX_TOKENS, Routing
 from tests.parallel.worlds import (
@@ -33,24 +33,24 @@ from tests.parallel.worlds import (
     two_alive,
 )
 
-made: dict[Any, tuple[Any, HostPeerMemory, DistributedGroup]] = {}
+made: dict[Any, tuple[Any, HostSymmetricMemory, DistributedGroup]] = {}
 
 
-def dispatcher_of(setup: Setup, routing: Routing) -> tuple[Any, HostPeerMemory, DistributedGroup]:
+def dispatcher_of(setup: Setup, routing: Routing) -> tuple[Any, HostSymmetricMemory, DistributedGroup]:
     """With both modes, on a group of its own; and what gives it memory, if it takes any."""
     key = (setup, routing.num_experts, routing.top_k)
     if key not in made:
         process_group = dist.new_group()
-        group, memory = DistributedGroup(process_group, TIMEOUT_S), HostPeerMemory()
+        group, memory = DistributedGroup(process_group, TIMEOUT_S), HostSymmetricMemory()
         shuffles = EmulatedShuffles(process_group)
         choice = DispatchChoice(row_of(setup.backend), {"prefill": "normal", "decode": "low_latency"}, "a test's")
         shape = shape_of(setup, routing.num_experts, routing.top_k)
-        dispatcher = build(choice, shape, MAX_TOKENS, Groups(group, peer_memory=memory, shuffles=shuffles))
+        dispatcher = build(choice, shape, MAX_TOKENS, Groups(group, symm_mem=memory, shuffles=shuffles))
         made[key] = dispatcher, memory, group
     return made[key]
 
 
-def spoil(memory: HostPeerMemory, group: DistributedGroup) -> None:
+def spoil(memory: HostSymmetricMemory, group: DistributedGroup) -> None:
     """Everything but flags becomes NaN and -1, on every rank, while nobody uses it."""
     group.barrier()
     for own in memory.own:
@@ -119,7 +119,7 @@ def run_until_lost(rank: int, timeout_s: float, going: str) -> str:
     routing = Routing(1, group.size, 1, ((),) * group.size)
     shape = shape_of(Setup("symm_mem", "low_latency", hidden=16), routing.num_experts, 1)
     choice = DispatchChoice(row_of("symm_mem"), {"decode": "low_latency"}, "a test's")
-    dispatcher = build(choice, shape, MAX_TOKENS, Groups(group, peer_memory=HostPeerMemory()))
+    dispatcher = build(choice, shape, MAX_TOKENS, Groups(group, symm_mem=HostSymmetricMemory()))
     x, ids, weights = torch.ones(1, 16), torch.tensor([[1 - rank]]), torch.ones(1, 1)
     for step in count():
         try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from moe_engine.kernels.token_rows.choice import token_rows
+from moe_engine.kernels.permutation.choice import token_rows
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.token_rows.choice import token_rows
+from moe_engine.kernels.permutation.choice import token_rows
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch import host_memory
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
@@ -70,9 +70,9 @@ def test_buffers_of_all_to_all(tokens: int, room: int, fp8: bool) -> None:
     exchange = HostAllToAll(Mirror(3), shape, room, token_rows(shape.dtype))
     ids = torch.tensor([0, 3, 6]).repeat(tokens, 1)  # an expert of each rank
     sent = encode(torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), ids, torch.ones(tokens, TOP_K), fp8)
-    arrived, way = exchange.deliver(sent, 0)
+    arrived, handle = exchange.deliver(sent, 0)
     assert len(arrived.ids) == 3 * tokens
-    exchange.collect(torch.ones(3 * tokens, HIDDEN, dtype=torch.bfloat16), way)
+    exchange.collect(torch.ones(3 * tokens, HIDDEN, dtype=torch.bfloat16), handle)
     planned = host_memory.all_to_all(load_of(shape, room))
     others = (2 * 3 - 1) * 16 + 3  # heads of messages, and who takes part
     assert sum(held(exchange, set())) == planned + others
@@ -84,8 +84,8 @@ def test_buffers_of_shared_memory() -> None:
     exchange = SharedMemory(SingleRank(), shape, token_rows(shape.dtype))
     ids = torch.tensor([0, 1, 2]).repeat(32, 1)
     sent = encode(torch.ones(32, HIDDEN, dtype=torch.bfloat16), ids, torch.ones(32, TOP_K), False)
-    _, way = exchange.deliver(sent, 0)
-    exchange.collect(torch.ones(32, HIDDEN, dtype=torch.bfloat16), way)
+    _, handle = exchange.deliver(sent, 0)
+    exchange.collect(torch.ones(32, HIDDEN, dtype=torch.bfloat16), handle)
     region = exchange._regions[0]
     common = region.own.nbytes + region.sums.nbytes
     assert common + sum(held(exchange._taken, set())) == host_memory.shared_memory(load_of(shape, 32))

@@ -17,12 +17,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_engine.kernels.peer_memory.regions import ALIGNMENT, Regions
+from moe_engine.kernels.symm_mem.regions import ALIGNMENT, Regions
 from moe_engine.parallel.dispatch import symm_mem
 from moe_engine.parallel.dispatch.protocol import DispatchShape
 from moe_engine.parallel.dispatch.tables import Place, choose
 from tests.parallel import symm_worlds as worlds
-from tests.parallel.host_peers import INTERPRETED
+from tests.parallel.host_symm_mem import INTERPRETED
 from tests.parallel.ranks import Ranks
 from tests.parallel.routings import MAX_TOKENS, Routing, draw_ids, routings
 from tests.parallel.test_dispatch import EXAMPLES, check

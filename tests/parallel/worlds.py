@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.permutation.choice import token_rows
+from moe_engine.kernels.permutation.reference import TorchTokenRows
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import Activation, QuantizedActivation, Reads
-from moe_engine.kernels.token_rows.choice import token_rows
-from moe_engine.kernels.token_rows.reference import TorchTokenRows
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 from moe_engine.parallel.collectives import DistributedGroup, Group, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
@@ -161,7 +161,7 @@ def dispatch(
     sent: Activation = x
     if dispatcher.takes_rows:
         sent = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
-    batch, handle = dispatcher.dispatch(sent, ids, weights, phase, Reads.fp8(False))
+    batch, handle = dispatcher.dispatch(sent, ids, weights, phase, ActivationFormat.fp8(False))
     assert batch.scales is not None and batch.x.dtype == torch.float8_e4m3fn and batch.result_dtype == x.dtype
     assert batch.scales.shape == (*batch.x.shape[:-1], setup.hidden // 128)
     return batch, handle

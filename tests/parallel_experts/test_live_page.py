@@ -10,9 +10,9 @@ import subprocess
 import pytest
 import torch
 
-from moe_engine.experts_report.live_page import POLICY, live_page
 from moe_engine.parallel.recording.config import RecorderConfig
 from moe_engine.parallel.recording.recorder import ExpertRecorder
+from moe_engine.server.experts_live_page import POLICY, live_page
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 
@@ -87,7 +87,7 @@ def test_numbers_of_the_page():
     assert.deepStrictEqual(layers.map(entry => entry.layer), [1, 2]);
     assert.strictEqual(imbalance(layers), 1.25);
     assert.strictEqual(scaleTop([]), 2);
-    const history = new History();
+    const history = new TokenBuffer();
     for (const [time, count] of [[0, 1], [20, 5], [40, 9], [60, 12]]) history.add(time, [[count]]);
     assert.deepStrictEqual(history.since(30), [[7]]);
     assert.deepStrictEqual(history.since(0), [[12]]);

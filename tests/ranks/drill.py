@@ -14,13 +14,13 @@ import msgspec
 import psutil
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_plan import prepare
-from moe_engine.engine import messages
-from moe_engine.engine.client import CoreClient
-from moe_engine.engine.core_process import CoreProcess
-from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
-from moe_engine.engine.start import engine_info
+from moe_engine.core import messages
 from moe_engine.errors import EngineDeadError
+from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.frontend.client import CoreClient
+from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.start import engine_info
+from moe_engine.planning.prepare import prepare
 from moe_engine.sampling_checks import parse_sampling
 
 LIMITS = WatchLimits(silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4)

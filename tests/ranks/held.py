@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_engine.engine.ranks.options import RankPlace
 from moe_engine.errors import CheckpointError
-from moe_engine.worker.rank_progress import Progress
+from moe_engine.executor.options import RankPlace
+from moe_engine.executor.progress import Progress
 
 HOLD_SECONDS = 60.0
 
@@ -68,7 +68,7 @@ def hold_here(hold: Hold | None, place: RankPlace, phase: str, count: Any) -> No
 def meeting_worker(config: Any, place: RankPlace, progress: Progress, hold: Hold | None = None) -> Any:
     import torch.distributed as dist
 
-    from moe_engine.engine.core_setup import make_worker
+    from moe_engine.executor.make_worker import make_worker
     from moe_engine.parallel.collectives import DistributedGroup
 
     progress.phase = lambda: "loading"

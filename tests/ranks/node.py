@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from moe_engine import logs
-from moe_engine.engine.ranks.node import run_node
-from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.cluster.node import run_node
+from moe_engine.executor.options import RankGroupOptions
 from tests.ranks.drill import config_of, options
 from tests.ranks.held import Hold, meeting_worker
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from moe_engine.engine import messages as core_messages
-from moe_engine.engine.ranks import messages
-from moe_engine.engine.ranks.lockstep import Told
-from moe_engine.engine.ranks.plan_channel import Step, Stop
+from moe_engine.core import messages as core_messages
+from moe_engine.core.dp_sync import StepFactsMessage
+from moe_engine.core.executor import Survivors
+from moe_engine.executor import messages
+from moe_engine.executor.plan_broadcast import Step, Stop
+from moe_engine.executor.progress import Position
 from moe_engine.types import StepFacts, StepPlan
-from moe_engine.worker.rank_group import Survivors
-from moe_engine.worker.rank_progress import Position
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -36,7 +36,7 @@ MESSAGES: list[Any] = [
     messages.Regroup(Survivors((True, False), ("lost",))),
     messages.Alive(),
     messages.Leave("why"),
-    Told(1, 1, StepFacts(num_tokens=3)),
+    StepFactsMessage(1, 1, StepFacts(num_tokens=3)),
     Step(1, StepPlan(1, rows=[1], starts=[0], counts=[1], samples=[True], slots=[3])),
     Stop(1),
     core_messages.AddRequest("r", [1, 2, 3], {"temperature": 0.0}, 4, seed=0),

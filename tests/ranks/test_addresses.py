@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.engine.ranks import addresses as rank_addresses
-from moe_engine.engine.ranks.options import RankGroupOptions
 from moe_engine.errors import ConfigError
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.processes import addresses as rank_addresses
 from tests.ranks.hosts import ADDRESSES, two_hosts, why_not
 
 
@@ -85,7 +85,7 @@ def test_own_address_is_the_one_on_the_way_out(monkeypatch: pytest.MonkeyPatch) 
 
 LISTEN = """
 import sys, zmq
-from moe_engine.engine.ranks.options import RankGroupOptions
+from moe_engine.executor.options import RankGroupOptions
 options = RankGroupOptions(2, print, num_nodes=2, leader_address="node0:20000")
 socket = zmq.Context.instance().socket(zmq.REP)
 socket.bind(options.leader_bind())
@@ -97,8 +97,8 @@ socket.send(b"from node0 to " + socket.recv())
 """
 ASK = """
 import zmq
-from moe_engine.engine.ranks.options import RankGroupOptions
-from moe_engine.engine.ranks.addresses import own_address_towards
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.processes.addresses import own_address_towards
 options = RankGroupOptions(2, print, num_nodes=2, node_rank=1, leader_address="node0:20000")
 socket = zmq.Context.instance().socket(zmq.REQ)
 socket.connect(options.leader_tcp())

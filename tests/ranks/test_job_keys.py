@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from moe_engine.engine import messages as core_messages
-from moe_engine.engine.ranks import messages
-from moe_engine.engine.ranks.lockstep import StepMesh
-from moe_engine.engine.ranks.options import RankGroupOptions
-from moe_engine.engine.ranks.plan_channel import PlanReceiver, PlanSender, Step
-from moe_engine.engine.zmq_port import ZmqPort
-from moe_engine.engine.zmq_sockets import JobKeys, bind, connect
+from moe_engine.core import messages as core_messages
+from moe_engine.core.dp_sync import StepExchange
+from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import ConfigError
+from moe_engine.executor import messages
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Step
+from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.types import StepFacts, StepPlan
 from tests.ranks.test_strays import LIMITS, Group, until
 
@@ -58,7 +58,7 @@ def test_keys_follow_from_the_secret_alone() -> None:
 
 
 def test_requests_are_heard_from_who_knows_the_secret(sockets: list[zmq.Socket[bytes]], tmp_path: Path) -> None:
-    port = ZmqPort(ANY, f"ipc://{tmp_path}/from", keys=KEYS)
+    port = ZmqTransport(ANY, f"ipc://{tmp_path}/from", keys=KEYS)
     for keys in others():
         stranger(zmq.PUSH, port.address, keys, sockets).send(core_messages.encode(core_messages.Shutdown()))
     assert port.receive(QUIET_MS / 1000) == []
@@ -87,14 +87,14 @@ def test_a_socket_with_an_address_on_the_node_and_one_for_others(
 
 
 def test_steps_and_plans_cross_with_the_secret_alone(sockets: list[zmq.Socket[bytes]]) -> None:
-    first, second = (StepMesh(group, 2, ANY, KEYS) for group in range(2))
+    first, second = (StepExchange(group, 2, ANY, KEYS) for group in range(2))
     for mesh in (first, second):
         mesh.connect([first.address, second.address])
     for keys in others():
         stranger(zmq.PUSH, first.address, keys, sockets).send(b"x")
     second.tell(1, StepFacts(num_tokens=2))
     first.tell(1, StepFacts(num_tokens=1))
-    assert [facts.num_tokens for facts in first.everybody(1, lambda: None)] == [1, 2]
+    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
     first.begun(2)
     assert first.num_dropped == 0
     sender = PlanSender(ANY, KEYS)
@@ -156,15 +156,17 @@ def test_no_socket_is_bound_or_connected_elsewhere() -> None:
 def test_a_node_that_is_refused_gives_up_with_the_flag(sockets: list[zmq.Socket[bytes]]) -> None:
     from dataclasses import replace
 
-    from moe_engine.engine.ranks.link import RankLink
-    from moe_engine.engine.ranks.node import wait_for_leader
+    from moe_engine.cluster.heartbeat_client import HeartbeatClient
+    from moe_engine.cluster.node import wait_for_leader
 
     leader: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     sockets.append(leader)
     address = bind(leader, ANY, KEYS)
     for keys in others():
         here, limits = messages.NodeHere(1, "here", 9), replace(LIMITS, refused=0.2)
-        link = RankLink(address, "node1 here 9", here, lambda here=here: here, limits, lambda reason: None, keys=keys)
+        link = HeartbeatClient(
+            address, "node1 here 9", here, lambda here=here: here, limits, lambda reason: None, keys=keys
+        )
         began = time.monotonic()
         with pytest.raises(ConfigError, match=r"node 1: the leader .* refuses the connection: --dist-secret-file or"):
             wait_for_leader(link, 1, limits)

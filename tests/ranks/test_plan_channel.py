@@ -13,12 +13,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from moe_engine.engine.ranks.plan_channel import PlanReceiver, PlanSender, Step, Stop
+from moe_engine.core.executor import RankLost, Survivors
 from moe_engine.errors import CheckpointError, EngineDeadError, StepError, StepNotRun
+from moe_engine.executor.leader_worker import MAX_AHEAD, LeaderWorker
+from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Step, Stop
+from moe_engine.executor.progress import Progress
 from moe_engine.parallel.collectives import PeerLost
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
-from moe_engine.worker.rank_group import MAX_AHEAD, RankGroupWorker, RankLost, Survivors
-from moe_engine.worker.rank_progress import Progress
 
 
 def random_plan(rng: random.Random, number: int) -> StepPlan:
@@ -128,7 +129,7 @@ class LocalWorker:
 
 def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:
     watch, local = Watch(), LocalWorker()
-    worker = RankGroupWorker(local, sender, watch, Progress())
+    worker = LeaderWorker(local, sender, watch, Progress())
     thread = threading.Thread(target=lambda: [worker.execute(StepPlan(i)) for i in range(MAX_AHEAD + 10)])
     thread.start()
     for allowed in (MAX_AHEAD, MAX_AHEAD + 4):
@@ -145,7 +146,7 @@ def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:
 
 def test_a_verdict_ends_steps_that_hang(sender: PlanSender) -> None:
     watch, local = Watch(), LocalWorker(answers=False)
-    worker = RankGroupWorker(local, sender, watch, Progress())
+    worker = LeaderWorker(local, sender, watch, Progress())
     hanging = worker.execute(StepPlan(1))
     worker.check()
     watch.lose()
@@ -162,7 +163,7 @@ def test_a_failed_step_waits_for_the_verdict(sender: PlanSender) -> None:
     """So does the step planned behind it, which was not run: it is no failure of this rank."""
     watch, local, steps = Watch(), LocalWorker(), [Future[StepResult](), Future[StepResult]()]
     local.execute = lambda plan: steps[plan.number - 5]  # type: ignore[method-assign]
-    worker = RankGroupWorker(local, sender, watch, Progress())
+    worker = LeaderWorker(local, sender, watch, Progress())
     futures = [worker.execute(StepPlan(5)), worker.execute(StepPlan(6))]
     try:
         raise StepError("step 5") from PeerLost("all_gather failed")
@@ -181,7 +182,7 @@ def test_who_cannot_go_on_without_a_lost_rank_says_which(sender: PlanSender) -> 
     watch, formed = Watch(), Future[Any]()
     formed.set_exception(CheckpointError("/models/m: holds no *.safetensors file"))
     regroups = Mock(go_on=lambda survivors: formed)
-    worker = RankGroupWorker(LocalWorker(), sender, watch, Progress(), regroups=regroups)
+    worker = LeaderWorker(LocalWorker(), sender, watch, Progress(), regroups=regroups)
     watch.survivors = Survivors((True, False), ("TP1 (pid 7) was killed by SIGKILL",))
     with pytest.raises(RankLost):
         worker.regroup(lambda: watch.lose() if watch.failures else None)

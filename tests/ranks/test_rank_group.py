@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from moe_engine.engine import core_process
 from moe_engine.errors import ConfigError, EngineDeadError
+from moe_engine.frontend import core_process
 from tests.models.checkpoints import make_checkpoint
 from tests.ranks import drill as drills
 from tests.ranks.drill import PATIENCE, Drill, drill, options, until

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
-from moe_engine.engine.ranks.watch import TICK_SECONDS, RankWatch
-from moe_engine.worker.rank_group import RankLost
-from moe_engine.worker.rank_progress import Position
+from moe_engine.cluster.failure_detector import TICK_SECONDS, FailureDetector
+from moe_engine.core.executor import RankLost
+from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.progress import Position
 
 LIMITS = WatchLimits(silent=3.0, start_late=5.0, start_silent=15.0, late=1.0, late_factor=3.0)
 
@@ -21,7 +21,7 @@ class Ranks:
         address = "head:5000" if num_nodes > 1 else None
         options = RankGroupOptions(size, lambda: None, num_nodes=num_nodes, leader_address=address)
         self.positions = [Position()] * size
-        self.watch = RankWatch(options.places, LIMITS, lambda: self.positions[0], ("head", 100))
+        self.watch = FailureDetector(options.places, LIMITS, lambda: self.positions[0], ("head", 100))
         for rank in range(1, size):
             self.watch.joined(rank, f"host{rank}", 100 + rank)
             self.watch.loaded(rank, {})
@@ -48,10 +48,10 @@ def ranks(caplog: pytest.LogCaptureFixture) -> Ranks:
     return Ranks()
 
 
-def loading(*running: int, caplog: pytest.LogCaptureFixture, seconds: float) -> tuple[RankWatch, list[str]]:
+def loading(*running: int, caplog: pytest.LogCaptureFixture, seconds: float) -> tuple[FailureDetector, list[str]]:
     """A watch over three ranks of which the last has not come, after `seconds` of signs of those that run."""
     places = RankGroupOptions(3, lambda: None).places
-    watch = RankWatch(places, LIMITS, lambda: Position(phase="loading"), ("head", 100))
+    watch = FailureDetector(places, LIMITS, lambda: Position(phase="loading"), ("head", 100))
     watch.joined(1, "head", 101)
     watch.beat(1, Position(phase="importing"))
     for _ in range(round(seconds / TICK_SECONDS)):

@@ -20,18 +20,18 @@ import msgspec
 import pytest
 import zmq
 
-from moe_engine.engine import messages as core_messages
-from moe_engine.engine.ranks import messages
-from moe_engine.engine.ranks.control import RankControl
-from moe_engine.engine.ranks.link import RankLink
-from moe_engine.engine.ranks.lockstep import Lockstep, StepMesh, Told
-from moe_engine.engine.ranks.options import RankGroupOptions, WatchLimits
-from moe_engine.engine.ranks.plan_channel import PlanReceiver, PlanSender, Step
-from moe_engine.engine.ranks.watch import RankWatch
-from moe_engine.engine.zmq_port import ZmqPort
+from moe_engine.cluster.control_server import ControlServer
+from moe_engine.cluster.failure_detector import FailureDetector
+from moe_engine.cluster.heartbeat_client import HeartbeatClient
+from moe_engine.core import messages as core_messages
+from moe_engine.core.dp_sync import DPSync, StepExchange, StepFactsMessage
+from moe_engine.core.executor import Survivors
+from moe_engine.core.transport import ZmqTransport
+from moe_engine.executor import messages
+from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Step
+from moe_engine.executor.progress import Position
 from moe_engine.types import StepFacts, StepPlan
-from moe_engine.worker.rank_group import Survivors
-from moe_engine.worker.rank_progress import Position
 from tests.ranks.strays import Strays, encode
 
 NUM_FRAMES = int(os.environ.get("MOE_ENGINE_TEST_FRAMES", "600"))
@@ -62,9 +62,9 @@ class Group:
         self.options = options or RankGroupOptions(
             2, lambda: None, num_nodes=2, leader_address="127.0.0.1:1", limits=LIMITS
         )
-        self.watch = RankWatch(self.options.places, LIMITS, Position, ("here", 1))
+        self.watch = FailureDetector(self.options.places, LIMITS, Position, ("here", 1))
         self.boards: list[tuple[int, list[float]]] = []
-        self.control = RankControl(address, self.options, self.watch, lambda *shown: self.boards.append(shown))
+        self.control = ControlServer(address, self.options, self.watch, lambda *shown: self.boards.append(shown))
         self.left: list[str] = []
         self.link = self._link(1)
         self.link.send(messages.Loaded(1, {}))
@@ -72,7 +72,7 @@ class Group:
         until(lambda: self.link.go.done(), "the rank is not ready")
         self.watch.arm()
 
-    def _link(self, rank: int) -> RankLink:
+    def _link(self, rank: int) -> HeartbeatClient:
         def run(method: str) -> Future[Any]:
             answer: Future[Any] = Future()
             answer.set_result(method)
@@ -80,7 +80,7 @@ class Group:
 
         hello = messages.Hello(rank, "here", 100 + rank)
         beat = messages.Beat(rank, Position())
-        return RankLink(
+        return HeartbeatClient(
             self.control.address, f"rank{rank}", hello, lambda: beat, LIMITS, self.left.append, run,
             keys=self.options.keys,
         )  # fmt: skip
@@ -196,7 +196,7 @@ class FakeLeader:
             answer.set_result({"view": "seen"}[method])  # raises at once for others
             return answer
 
-        self.link = RankLink(
+        self.link = HeartbeatClient(
             address, "rank1", hello, lambda: beat, LIMITS, self.left.append, run, self.regrouped.append
         )
         while (found := self.socket.recv_multipart())[0] != b"rank1":
@@ -306,21 +306,21 @@ def test_bytes_that_are_not_zmtp_end_nothing() -> None:
 
 
 WRONG_STEPS: list[Any] = [
-    *(Told(1, group, StepFacts(num_tokens=9)) for group in (-1, 0, 2, 99, 1 << 40)),
-    *(Told(number, 1, StepFacts(num_tokens=9)) for number in (-1, 0, 3, 1 << 40)),
-    *(Told(1, 1, StepFacts(num_tokens=9), generation) for generation in (2, 99, 1 << 40)),
+    *(StepFactsMessage(1, group, StepFacts(num_tokens=9)) for group in (-1, 0, 2, 99, 1 << 40)),
+    *(StepFactsMessage(number, 1, StepFacts(num_tokens=9)) for number in (-1, 0, 3, 1 << 40)),
+    *(StepFactsMessage(1, 1, StepFacts(num_tokens=9), generation) for generation in (2, 99, 1 << 40)),
 ]
 
 
-def meshes(folder: Path) -> list[StepMesh]:
-    made = [StepMesh(group, 2, f"ipc://{folder}/steps-{group}") for group in range(2)]
+def meshes(folder: Path) -> list[StepExchange]:
+    made = [StepExchange(group, 2, f"ipc://{folder}/steps-{group}") for group in range(2)]
     for mesh in made:
         mesh.connect([other.address for other in made])
     return made
 
 
 @pytest.mark.parametrize("told", WRONG_STEPS, ids=lambda told: f"{told.number}-{told.group}-{told.generation}")
-def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: Told) -> None:
+def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMessage) -> None:
     """Not kept either: a number that no step will have would stay in memory."""
     first, second = meshes(tmp_path)
     sender = stranger(zmq.PUSH, first.address)
@@ -330,7 +330,7 @@ def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: Told) -> No
     until(lambda: not first.begun(1) and first.num_dropped == 3, "it was not counted")
     second.tell(1, StepFacts(num_tokens=2))
     first.tell(1, StepFacts(num_tokens=1))
-    assert [facts.num_tokens for facts in first.everybody(1, lambda: None)] == [1, 2]
+    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
     assert first._told == {}
     for closing in (first, second):
         closing.close()
@@ -342,10 +342,10 @@ def test_a_part_that_comes_twice_counts_once(tmp_path: Path) -> None:
     second.tell(1, StepFacts(num_tokens=2))
     until(lambda: first.begun(1), "it has not arrived")
     sender = stranger(zmq.PUSH, first.address)
-    sender.send(encode(Told(1, 1, StepFacts(num_tokens=9))))
+    sender.send(encode(StepFactsMessage(1, 1, StepFacts(num_tokens=9))))
     until(lambda: first.begun(1) and first.num_dropped == 1, "it was not counted")
     first.tell(1, StepFacts(num_tokens=1))
-    assert [facts.num_tokens for facts in first.everybody(1, lambda: None)] == [1, 2]
+    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
     for closing in (first, second):
         closing.close()
     sender.close(0)
@@ -354,7 +354,7 @@ def test_a_part_that_comes_twice_counts_once(tmp_path: Path) -> None:
 def test_steps_are_agreed_on_among_random_frames(tmp_path: Path) -> None:
     def of_group_1(frame: bytes) -> bool:  # a forgery: only a secret keeps it out
         try:
-            return msgspec.msgpack.decode(frame, type=Told).group == 1
+            return msgspec.msgpack.decode(frame, type=StepFactsMessage).group == 1
         except Exception:
             return False
 
@@ -364,10 +364,10 @@ def test_steps_are_agreed_on_among_random_frames(tmp_path: Path) -> None:
     agreed: list[list[tuple[StepFacts, ...]]] = [[], []]
 
     def schedule(number: int) -> None:
-        lockstep = Lockstep(pair[number], lambda: None)
+        dp_sync = DPSync(pair[number], lambda: None)
         for step in range(steps):
-            lockstep.agree(StepPlan(step), StepFacts(num_tokens=10 * step + number))
-            agreed[number].append(lockstep.last)
+            dp_sync.sync_step(StepPlan(step), StepFacts(num_tokens=10 * step + number))
+            agreed[number].append(dp_sync.last)
 
     threads = [threading.Thread(target=schedule, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -441,7 +441,7 @@ def test_a_follower_survives_random_plans(tmp_path: Path) -> None:
 
 
 def test_requests_reach_the_core_among_random_frames(tmp_path: Path) -> None:
-    port = ZmqPort(f"ipc://{tmp_path}/to", f"ipc://{tmp_path}/from")
+    port = ZmqTransport(f"ipc://{tmp_path}/to", f"ipc://{tmp_path}/from")
     seed, sender = random.randrange(1 << 30), stranger(zmq.PUSH, port.address)
     strays, asked, arrived = Strays(seed, lambda frame: False), 0, 0
     for number in range(NUM_FRAMES):

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from moe_engine.scheduler.draft_depth import DepthPolicy
-from moe_engine.scheduler.step_price import StepCost
+from moe_engine.scheduler.step_cost_model import StepCost
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class DepthSimulation:
         return Flight(requests, depths, seconds, draft, follow, model, plain)
 
     def _land(self, flight: Flight) -> None:
-        fates = []
+        draft_outcomes = []
         for request, depth in zip(flight.requests, flight.depths):
             if request.left <= 0:  # it ended while this step was in flight
                 continue
@@ -184,11 +184,11 @@ class DepthSimulation:
             self.tokens += kept
             if depth:
                 judged = depth if request.left else min(depth, kept)
-                fates.append((judged, min(good, judged)))
+                draft_outcomes.append((judged, min(good, judged)))
         self.running = [r for r in self.running if r.left > 0]
         self.seconds += flight.seconds
         if flight.requests:
             drafting = sum(1 for depth in flight.depths if depth)
             seconds = (flight.seconds, flight.draft, flight.follow, flight.model)
             cost = StepCost(len(flight.requests), drafting, max(flight.depths), *seconds, plain=flight.plain)
-            self.policy.observe(fates, cost)
+            self.policy.observe(draft_outcomes, cost)

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moe_engine.scheduler import NEEDS_DRAIN, RequestEvent, Scheduler, SchedulerConfig
+from moe_engine.scheduler import NEEDS_RESULT, RequestEvent, Scheduler, SchedulerConfig
 from moe_engine.types import Request, SamplingParams, StepPlan, StepResult
 
 VOCAB = 50
@@ -209,7 +209,7 @@ class Simulation:
         plan = self.scheduler.schedule()
         if self.turns % self.check_every == 0:
             assert self.scheduler.check_integrity() == []
-        if plan is NEEDS_DRAIN:
+        if plan is NEEDS_RESULT:
             assert self.worker.queue, "asked to drain with nothing in flight"
             self.finish_one()
             return True

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from moe_engine.scheduler.slot_allocator import EpochPool, SlotAllocator
+from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
 
 
 @pytest.mark.parametrize("page", [1, 4, 16])
@@ -65,7 +65,7 @@ def test_slots_are_conserved_under_random_operations(page: int) -> None:
 
 
 def test_a_freed_id_waits_for_its_step() -> None:
-    pool = EpochPool(range(2))
+    pool = DeferredFreePool(range(2))
     ids = pool.take(2)
     assert ids is not None and pool.take(1) is None
     pool.give(ids, after_step=3)
@@ -82,7 +82,7 @@ def test_a_batch_is_all_or_nothing() -> None:
 
 
 def test_rebuild_repairs_lost_and_double_ids() -> None:
-    pool = EpochPool(range(5))
+    pool = DeferredFreePool(range(5))
     taken = pool.take(3)
     assert taken is not None
     pool.give(taken[:1] * 2, 0)

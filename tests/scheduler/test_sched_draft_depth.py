@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.scheduler.draft_depth import Acceptance, AutoDepth, FixedDepth, make_policy
-from moe_engine.scheduler.step_price import StepCost
+from moe_engine.scheduler.step_cost_model import StepCost
 from moe_engine.types import SpeculationConfig
 
 AUTO = SpeculationConfig("nextn", 4, auto_depth=True)
@@ -127,13 +127,13 @@ def test_expected_tokens_follow_the_shares_accepted() -> None:
     acceptance, rng = Acceptance(3), random.Random(2)
     rates = (0.8, 0.5, 0.25)
     for _ in range(600):
-        fates = []
+        draft_outcomes = []
         for _ in range(8):
             good = 0
             while good < 3 and rng.random() < rates[good]:
                 good += 1
-            fates.append((3, good))
-        acceptance.add(fates)
+            draft_outcomes.append((3, good))
+        acceptance.add(draft_outcomes)
     chances = (0.8, 0.8 * 0.5, 0.8 * 0.5 * 0.25)
     for depth in range(4):
         assert acceptance.expected(depth) == pytest.approx(1 + sum(chances[:depth]), abs=0.15)

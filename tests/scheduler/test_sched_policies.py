@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sched_simulator import Simulation, make_request
 
 from moe_engine.errors import ConfigError, InputError
-from moe_engine.scheduler import NEEDS_DRAIN, POLICIES, SchedulerConfig
+from moe_engine.scheduler import NEEDS_RESULT, POLICIES, SchedulerConfig
 from moe_engine.scheduler.policies import Policy
 from moe_engine.scheduler.radix_cache import RadixCache
 from moe_engine.scheduler.retraction import victim_order
@@ -204,7 +204,7 @@ def test_preemption_waits_for_the_step_in_flight() -> None:
     sim.turn()
     sim.turn()
     sim.add(make_request("high", [6] * 5, 3, eos=False, priority=50))
-    assert sim.scheduler.schedule() is NEEDS_DRAIN
+    assert sim.scheduler.schedule() is NEEDS_RESULT
     sim.run_to_end()
     sim.check_end()
 

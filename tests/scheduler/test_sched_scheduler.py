@@ -9,7 +9,7 @@ import pytest
 from sched_simulator import EOS, Simulation, expected_outputs, make_request
 
 from moe_engine.errors import InputError, MoeEngineError
-from moe_engine.scheduler import NEEDS_DRAIN, PlanFacts, RequestEvent, Scheduler, SchedulerConfig
+from moe_engine.scheduler import NEEDS_RESULT, PlanFacts, RequestEvent, Scheduler, SchedulerConfig
 from moe_engine.scheduler.log_lines import decode_line, prefill_line, retract_line
 from moe_engine.types import LogprobSpec, Request, SamplingParams, StepPlan, StepResult
 from tests.logprobs import Entry, pack
@@ -244,7 +244,7 @@ def test_short_memory_in_flight_asks_to_drain() -> None:
     made = plan(s)
     for _ in range(20):
         following = s.schedule()
-        if following is NEEDS_DRAIN:
+        if following is NEEDS_RESULT:
             break
         answer(s, made)
         assert isinstance(following, StepPlan)

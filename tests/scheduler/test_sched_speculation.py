@@ -117,15 +117,15 @@ def test_drafts_behind_the_end_are_not_judged(
         drafts.append(plan.counts[0] - 1 if plan.num_decodes else 0)
         (event,) = s.update(StepResult(plan.number, plan.rows, [tokens[: drafts[-1] + 1]]))
     assert event.finish_reason is not None and event.finish_reason.type == ("length" if by_length else "stop")
-    fates = [(depth, right) for right in accepted]  # drafts that were judged and drafts that were right, by step
+    outcomes = [(depth, right) for right in accepted]  # drafts that were judged and drafts that were right, by step
     if drafts[-1]:  # a request that can use one token more gets no drafts
-        fates.append((min(depth, kept), min(last, kept)))
+        outcomes.append((min(depth, kept), min(last, kept)))
     stats = s.stats().speculation
-    assert stats is not None and stats.verify_total == len(fates)
-    assert stats.proposed == [sum(i < judged for judged, _ in fates) for i in range(depth)]
-    assert stats.accepted == [sum(i < right for _, right in fates) for i in range(depth)]
-    if fates:
-        assert event.speculation is not None and event.speculation.proposed == sum(judged for judged, _ in fates)
+    assert stats is not None and stats.verify_total == len(outcomes)
+    assert stats.proposed == [sum(i < judged for judged, _ in outcomes) for i in range(depth)]
+    assert stats.accepted == [sum(i < right for _, right in outcomes) for i in range(depth)]
+    if outcomes:
+        assert event.speculation is not None and event.speculation.proposed == sum(judged for judged, _ in outcomes)
         assert event.speculation.histogram == [
-            sum(right == count for _, right in fates) for count in range(max(right for _, right in fates) + 1)
+            sum(right == count for _, right in outcomes) for count in range(max(right for _, right in outcomes) + 1)
         ]

@@ -20,15 +20,15 @@ from sched_drafting_worker import DraftingWorker
 from sched_simulator import Simulation, make_request
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.dispatch_memory import dispatch_rows
-from moe_engine.config.resolve import DTYPE_BYTES, ResolvedConfig, resolve
-from moe_engine.engine.core_setup import scheduler_config
+from moe_engine.core.setup import scheduler_config
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.planning.dispatch_memory import dispatch_rows
+from moe_engine.planning.resolve import DTYPE_BYTES, ResolvedConfig, resolve
 from moe_engine.types import StepPlan
-from moe_engine.worker.two_batches import find_cut
+from moe_engine.worker.batch.two_batches import find_cut
 from tests.config.conftest import SMALL, machine
 
 CPU, GPU = machine(), dataclasses.replace(machine(138, 141, "cuda"), capability=(9, 0))

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.engine.client_api import EngineInfo, Health
-from moe_engine.engine.messages import AddRequest, RequestDelta
+from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.frontend.client_api import EngineInfo, Health
 from moe_engine.types import PackedLogprobs
 from tests.logprobs import Entry, pack
 from tests.tokenizer.tiny_tokenizer import SPECIALS, make_tokenizer

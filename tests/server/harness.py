@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from moe_engine.engine.frontend import Frontend, FrontendSettings
+from moe_engine.frontend.frontend import Frontend, FrontendSettings
 from moe_engine.server.app import create_app
 from moe_engine.server.listen import bind
 from moe_engine.server.serve import serve

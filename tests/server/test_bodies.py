@@ -18,7 +18,7 @@ import psutil
 import pytest
 from starlette.routing import Route
 
-from moe_engine.engine.prepare import THREAD_CHARS
+from moe_engine.frontend.prepare import THREAD_CHARS
 from moe_engine.server import bodies, http_io, text_process
 from moe_engine.server.bodies import PROCESS_BYTES
 from moe_engine.server.control_api import LATER_ENDPOINTS

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_engine.engine.client_api import Health
 from moe_engine.errors import ConfigError
+from moe_engine.frontend.client_api import Health
 from moe_engine.server import native_api
 from moe_engine.server.control_api import version
 from moe_engine.server.settings import load_sampling_defaults

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.engine import engine
-from moe_engine.engine.engine import Engine
+from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError
-from moe_engine.models.demo import CHECKPOINT_DIR
+from moe_engine.frontend import engine
+from moe_engine.frontend.engine import Engine
 from moe_engine.server import launch
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from moe_engine.engine.frontend import Frontend, FrontendSettings
-from moe_engine.engine.generate_input import GenerateInput
-from moe_engine.engine.prepare import BURST
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
+from moe_engine.frontend.frontend import Frontend, FrontendSettings
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.prepare import BURST
 from tests.server.fake_engine import FakeClient, clients_id
 from tests.server.harness import TEXT
 

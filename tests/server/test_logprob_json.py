@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_engine.engine import inbox, messages
-from moe_engine.engine.frontend import Frontend
-from moe_engine.engine.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs, extend
+from moe_engine.core import messages
+from moe_engine.frontend import inbox
+from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs, extend
 from moe_engine.server import logprob_json
 from moe_engine.server.app import create_app
 from moe_engine.server.logprob_json import TokenJson

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.launch_plan import prepare
 from moe_engine.errors import ConfigError
+from moe_engine.planning.prepare import prepare
 from moe_engine.server import launch
 from moe_engine.server.listen import bind
 from tests.server.fake_engine import FakeClient
@@ -135,7 +135,7 @@ def test_flags_reach_the_http_server(monkeypatch):
 
     fake = FakeClient()
     fake.cause_of_death = lambda: None
-    monkeypatch.setattr("moe_engine.engine.client.CoreClient", lambda *_: fake)
+    monkeypatch.setattr("moe_engine.frontend.client.CoreClient", lambda *_: fake)
     monkeypatch.setattr("moe_engine.server.serve.serve", serve_http)
     flags = ["--timeout-keep-alive", "7", "--timeout-graceful-shutdown", "3"]
     flags += ["--uvicorn-access-log-exclude-prefixes", "/health", "/metrics"]

@@ -66,7 +66,7 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
     for x in tensors:
         block = MEMORY.block(x)
         changed = id(block) in before and not before[id(block)].equal(block.host)
-        launch.writes(x) if changed else launch.reads(x)
+        launch.writes(x) if changed else launch.input_format(x)
     if launch.graph is not None:
         launch.graph.add(run)
     return None

@@ -26,7 +26,7 @@ class Calls:
             return function(*args, **kwargs)
         launch = Launch(function.__name__, given[0].device)
         for x in given:
-            launch.reads(x)
+            launch.input_format(x)
             if launch.graph is not None:
                 launch.graph.keep(MEMORY.block(x))
         host_args, host_kwargs = tree_map_only(Tensor, _host, (args, kwargs))

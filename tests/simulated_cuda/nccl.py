@@ -144,7 +144,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             return call(out, opts) if together else call(out[0], x[0], *rows, opts)
         launch, stream = self._launch(name, out[0].device, opts.asyncOp)
         for tensor in x:
-            launch.reads(tensor)
+            launch.input_format(tensor)
         for tensor in out:
             launch.writes(tensor)
         there = [MEMORY.host(tensor) for tensor in (out if together else [out[0], x[0]])]
@@ -167,7 +167,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         launch, stream = self._launch(name, x.device, True)
         if launch.graph is not None:
             raise NotImplementedError("messages of a graph")
-        launch.reads(x) if name == "send" else launch.writes(x)
+        launch.input_format(x) if name == "send" else launch.writes(x)
         launches[name] = launches.get(name, 0) + 1
         work = call([MEMORY.host(x)], peer, tag)
         return self._work(stream, [x], lambda: self._wait(lambda: work))

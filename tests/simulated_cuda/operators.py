@@ -41,7 +41,7 @@ class Launch:
         else:
             self.graph.names.append(what)
 
-    def reads(self, tensor: Tensor) -> None:
+    def input_format(self, tensor: Tensor) -> None:
         self._touches(tensor, False)
 
     def writes(self, tensor: Tensor) -> None:
@@ -60,7 +60,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _empty(op, *args, **kwargs)
     if op is aten._local_scalar_dense.default:
         note_wait("a scalar is read")
-        Launch("item", args[0].device).reads(args[0])
+        Launch("item", args[0].device).input_format(args[0])
         return op(MEMORY.host(args[0]))
     if op is aten.record_stream.default:
         raise NotImplementedError("record_stream through the dispatcher")
@@ -127,7 +127,7 @@ def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) ->
 
 
 def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) -> None:
-    launch.reads(source)
+    launch.input_format(source)
     content = MEMORY.host(source)
     if non_blocking and is_pinned(into):
         if launch.graph is not None:
@@ -169,7 +169,7 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if any(tensor is other for other in written):
                 launch.writes(tensor)
             else:
-                launch.reads(tensor)
+                launch.input_format(tensor)
     fresh = [x for x in written if not x.numel() and sum(x is other for other in flat) == 1]  # not what is also read
     if fresh and "out" in str(op):
         return _made(op, flat, spec, written, launch)

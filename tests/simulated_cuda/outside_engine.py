@@ -19,7 +19,7 @@ install()
 
 import torch  # noqa: E402
 
-from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA  # noqa: E402
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA  # noqa: E402
 from moe_engine.worker import worker  # noqa: E402
 from tests.engine.harness import InProcessEngine, Scripted  # noqa: E402
 from tests.simulated_cuda import kernels, libraries, streams  # noqa: E402

@@ -10,16 +10,16 @@ import tempfile
 
 import pytest
 
-from moe_engine.cluster_check import engine_trial, facts, leader
-from moe_engine.cluster_check.engine_trial import EngineProcess, trial_flags
-from moe_engine.cluster_check.follower import Follower
-from moe_engine.cluster_check.leader import Leader, Plan
-from moe_engine.cluster_check.links import Listener, try_links
-from moe_engine.cluster_check.report import Report
-from moe_engine.cluster_check.wire import ConnectionLost, Hello, Peer, TryLinks, connect
+from moe_engine.cli.cluster_check import engine_trial, facts, leader
+from moe_engine.cli.cluster_check.engine_trial import EngineProcess, trial_flags
+from moe_engine.cli.cluster_check.follower import Follower
+from moe_engine.cli.cluster_check.leader import Leader, Plan
+from moe_engine.cli.cluster_check.links import Listener, try_links
+from moe_engine.cli.cluster_check.report import Report
+from moe_engine.cli.cluster_check.wire import ConnectionLost, Hello, Peer, TryLinks, connect
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import parse_flags
-from moe_engine.config.launch_plan import prepare
+from moe_engine.planning.prepare import prepare
 
 
 def free_port() -> int:
@@ -106,7 +106,7 @@ def test_the_majority_is_right_about_versions():
 
 
 def test_links_that_are_closed_silent_or_answered_by_somebody_else(monkeypatch):
-    monkeypatch.setattr("moe_engine.cluster_check.links.TRY_SECONDS", 0.3)
+    monkeypatch.setattr("moe_engine.cli.cluster_check.links.TRY_SECONDS", 0.3)
 
     async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
@@ -193,7 +193,7 @@ def test_what_becomes_of_the_engine_is_judged(monkeypatch, wrong, endings, expec
     monkeypatch.setattr(leader, "ask", ask)
     monkeypatch.setattr(Part, "endings", endings, raising=False)
     monkeypatch.setattr(leader, "EngineProcess", Part)
-    monkeypatch.setattr("moe_engine.cluster_check.follower.EngineProcess", Part)
+    monkeypatch.setattr("moe_engine.cli.cluster_check.follower.EngineProcess", Part)
     monkeypatch.setattr(Part, "stop", lambda self: self._process.wait())
     report, codes = asyncio.run(check(plan(3, engine_seconds=10), [1, 2]))
     good = not wrong and not endings
@@ -215,7 +215,7 @@ def test_an_engine_that_ends_or_lies_is_no_engine(monkeypatch):
 
 
 def run_check(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "moe_engine.cli", "cluster-check", *arguments]
+    command = [sys.executable, "-m", "moe_engine.cli.main", "cluster-check", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -242,7 +242,7 @@ def test_the_command_on_two_nodes_given_by_flags():
     ],
 )
 def test_wrong_flags_of_the_command(arguments, message, capsys):
-    from moe_engine.cli import main
+    from moe_engine.cli.main import main
 
     assert main(["cluster-check", *arguments]) == 2
     assert message in capsys.readouterr().err

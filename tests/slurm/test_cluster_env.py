@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.config.cluster_env import ClusterPlace, expand_node_list, find_place
 from moe_engine.errors import ConfigError
+from moe_engine.planning.cluster_env import ClusterPlace, expand_node_list, find_place
 
 STEP = {  # as `srun --nodes=4 --ntasks-per-node=2` shows it to the last task
     "SLURM_JOB_ID": "123",

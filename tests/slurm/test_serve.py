@@ -74,7 +74,7 @@ def test_a_node_rank_that_the_batch_shell_expanded_ends_the_start_on_all_nodes(c
 
 def test_a_dead_rank_sends_the_job_back_to_the_queue_so_many_times(cluster):
     def kill_rank() -> None:
-        cluster.run("pkill", "-KILL", "-f", "moe_engine.engine.ranks.main", host="node2")
+        cluster.run("pkill", "-KILL", "-f", "moe_engine.cluster.rank_main", host="node2")
 
     job = cluster.submit("serve.sbatch", *QUICK, nodes=2, MAX_RESTARTS="1")
     job.until_logged(READY)

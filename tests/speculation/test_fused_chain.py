@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_engine.models.demo import CHECKPOINT_DIR
+from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.parallel.recording.merge import unpack_counts
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint

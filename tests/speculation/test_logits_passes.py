@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from moe_engine.worker.logits_passes import Head, LogitsPasses, Work
+from moe_engine.worker.sampling.logits_passes import Head, LogitsPasses, Work
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from moe_engine.config.resolve import ResolvedConfig
 from moe_engine.kernels.sampling import reference
 from moe_engine.models import sizes
-from moe_engine.worker import logit_edits, penalties
-from moe_engine.worker.logits_passes import LogitsPasses
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.worker.sampling import logits_processors as logit_edits
+from moe_engine.worker.sampling import penalties
+from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from tests.engine.harness import InProcessEngine
 from tests.memory_meter import MemoryMeter
 from tests.speculation import test_logits_passes as passes

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from moe_engine.models import sizes
 from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
+from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.history import History
-from moe_engine.worker.runner import ModelRunner
+from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation import ngram_match
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.ngram import NgramDrafter
@@ -36,9 +36,9 @@ def naive(text: list[int], min_match: int, max_match: int, depth: int) -> list[i
     return [-1] * depth
 
 
-def history_of(texts: list[list[int]], stale: int, stream: DeviceStream, width: int = WIDTH) -> History:
+def history_of(texts: list[list[int]], stale: int, stream: DeviceStream, width: int = WIDTH) -> TokenBuffer:
     """Rows whose text is known; behind it `stale` tokens that were tried and given up."""
-    history = History(len(texts), width, stream)
+    history = TokenBuffer(len(texts), width, stream)
     history.tokens.fill_(stale)
     for row, text in enumerate(texts):
         slots = list(range(len(text) - 1))  # the last token is not computed

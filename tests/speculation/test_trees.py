@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moe_engine.types import NewRow, SamplingParams, SpeculationConfig
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.sampler import SampledRows, Sampler
-from moe_engine.worker.sampling_state import SamplingState
+from moe_engine.worker.sampling.sampler import SampledRows, Sampler
+from moe_engine.worker.sampling.sampling_state import SamplingState
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask, ancestor_masks
 from moe_engine.worker.speculation.tree import grow
 from tests.speculation.toy_engine import itself

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.scheduler import NEEDS_DRAIN, Scheduler, SchedulerConfig
+from moe_engine.scheduler import NEEDS_RESULT, Scheduler, SchedulerConfig
 from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
-from moe_engine.worker.batch_builder import BatchBuilder
+from moe_engine.worker.batch.batch_builder import BatchBuilder
+from moe_engine.worker.batch.mla_form import MLAFormPolicy
+from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.history import History
-from moe_engine.worker.kv_pool import KVPool, KVSpec
-from moe_engine.worker.mla_form import MLAFormPolicy
-from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner
-from moe_engine.worker.sampler import SampledRows
+from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
+from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.sampling.sampler import SampledRows
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
@@ -120,7 +120,7 @@ class ExactMTP:
 
     fuses_drafts = False
 
-    def __init__(self, table: Tensor, num_layers: int, history: History) -> None:
+    def __init__(self, table: Tensor, num_layers: int, history: TokenBuffer) -> None:
         self.num_layers = num_layers
         self._table, self._history = table, history
 
@@ -166,7 +166,7 @@ class ToyDrafter:
     def enter(self, new: NewRow) -> None:
         return None
 
-    def follow(self, computed: Computed) -> None:
+    def update_cache(self, computed: Computed) -> None:
         return None
 
     def propose(self, task: DraftTask) -> Drafts:
@@ -283,7 +283,7 @@ class ToyEngine:
         )
         num_drafts = speculation.num_slots(speculation.num_steps) if speculation else 0
         pool = KVPool(KVSpec.mla(MAX_LAYERS, 2, 0, torch.float32), self.config.num_slots, page_size, stream)
-        rows = Rows(self.config.max_rows, CONTEXT_LEN, vocab, stream, num_drafts=num_drafts)
+        rows = RequestRows(self.config.max_rows, CONTEXT_LEN, vocab, stream, num_drafts=num_drafts)
         attention = NoAttention()
         self.runner = runner = ModelRunner(MarkovTarget(table), pool, rows, attention, stream)
         if speculation is not None and make_drafter is not None:
@@ -307,7 +307,7 @@ class ToyEngine:
             if not flying:
                 assert scheduler.is_idle() and scheduler.check_integrity() == []
                 return steps
-            if len(flying) > 1 or plan is None or plan is NEEDS_DRAIN:
+            if len(flying) > 1 or plan is None or plan is NEEDS_RESULT:
                 plan = flying.popleft()
                 steps.append(Step(plan, self.runner.execute(plan)))
                 scheduler.update(steps[-1].result)

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import InputError
-from moe_engine.models.demo import CHECKPOINT_DIR
 from moe_engine.tokenizer import Tokenizer, load_tokenizer, slices
 from moe_engine.tokenizer.tokenizer import FastBackend
 from tests.tokenizer.tiny_tokenizer import LINES, SPECIALS, make_tokenizer

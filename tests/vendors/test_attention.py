@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.fa3 import FA3GQA, FA3MLA
-from moe_engine.kernels.attention.flashinfer_gqa import FlashInferGQA
-from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
-from moe_engine.kernels.attention.flashmla import FlashMLA
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, FP8_TOKEN, pack, record_bytes
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.reference import TorchMLA
-from moe_engine.kernels.vendors.flashinfer import SPARE
+from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer import SPARE
+from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from tests.kernels_cpu.formulas import NAN, attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
 from tests.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 
@@ -119,7 +119,7 @@ def test_expanded_equals_float64(name, lens):
 )
 @pytest.mark.parametrize("tree", [False, True])
 def test_flashmla_over_fp8_records(arch, page_size, tree, at_once, wheel, monkeypatch):
-    monkeypatch.setattr("moe_engine.kernels.attention.flashmla_records.MAX_LISTED", at_once)
+    monkeypatch.setattr("moe_engine.kernels.attention.vendors.flashmla_records.MAX_LISTED", at_once)
     backend = flash_mla(arch, wheel=wheel)
     queries, size = paged_queries([(1, 70), (0, 3), (1, 1), (3, 3)], page_size)
     queries, trees = random_trees(queries) if tree else (queries, None)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_engine.config import doctor_libraries
+from moe_engine.cli import doctor_libraries
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import select

@@ -22,10 +22,10 @@ from moe_engine.kernels.experts.protocol import (
     ReadsRows,
 )
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
+from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP
 from moe_engine.kernels.quantization import reference as fp8
-from moe_engine.kernels.quantization.protocol import NUMBERS, BlockWeight, QuantizedActivation, Reads
-from moe_engine.kernels.vendors.deep_gemm import DeepGemm
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedActivation
 from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp, row_counts
 from moe_engine.parallel.experts import make_routed_experts
 from tests.kernels_cpu.formulas import NAN, close, gated, normal, rms_norm, silu
@@ -85,8 +85,8 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
     gate_up, down = weight(384, 256), weight(128, 256)
     first = kernel.prepare_blocks(gate_up)
     x, norm = normal(tokens, 300, dtype=BF16)[:, :256], torch.rand(256) + 0.5
-    assert kernel.reads(first) == Reads.fp8(arch == 10)
-    assert kernel.reads(kernel.prepare(normal(4, 8, dtype=BF16))) == NUMBERS
+    assert kernel.input_format(first) == ActivationFormat.fp8(arch == 10)
+    assert kernel.input_format(kernel.prepare(normal(4, 8, dtype=BF16))) == UNQUANTIZED
     normed = fp8.rms_norm_quantize(x, norm, 1e-5, None, arch == 10)[1]
     want = fp8.block_product(normed, as_used(gate_up, arch))
     got = kernel.run(QuantizedActivation(normed, None, BF16), first)
@@ -261,7 +261,7 @@ def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
     got = kernel.run_routed(x, topk_weights, ids, weights, add)
     assert got.shape == x.shape and got.dtype == BF16
     fp8_close(got, routed(x, topk_weights, ids, quantised_mlp(arch, parts), num) + add.double())
-    assert kernel.reads(weights) == gemm.reads(False) == Reads.fp8(arch == 10)
+    assert kernel.input_format(weights) == gemm.input_format(False) == ActivationFormat.fp8(arch == 10)
     before = QuantizedActivation(fp8.quantize_rows(x, arch == 10), None, BF16)
     assert torch.equal(kernel.run_routed(before, topk_weights, ids, weights, add), got)
     assert emulator.transposed == 0
@@ -273,7 +273,7 @@ def test_bf16_experts_of_tokens_that_stay():
     parts = [[normal(*shape, dtype=BF16) for shape in ((48, 64), (48, 64), (64, 48))] for _ in range(num)]
     for expert, part in enumerate(parts):
         kernel.load_expert(weights, expert, *part)
-    assert kernel.reads(weights) == NUMBERS
+    assert kernel.input_format(weights) == UNQUANTIZED
     for tokens in (0, 1, 300):  # mostly gaps, and mostly rows
         x, ids, topk_weights = normal(tokens, 64, dtype=BF16), choose(tokens, 2, num), torch.rand(tokens, 2)
         got = kernel.run_routed(x, topk_weights, ids, weights)
@@ -290,7 +290,7 @@ def test_nothing_of_a_step_depends_on_what_the_device_holds(takes_ends):
     weights = kernel.allocate_blocks(6, 256, 128, "meta")
     routed_here = make_routed_experts(kernel, weights)
     x, ids = torch.empty(5, 256, dtype=BF16, device="meta"), torch.empty(5, 2, dtype=torch.int32, device="meta")
-    assert routed_here.reads.rows and routed_here.run(x, torch.empty(5, 2, device="meta"), ids).shape == (5, 256)
+    assert routed_here.input_format.rows and routed_here.run(x, torch.empty(5, 2, device="meta"), ids).shape == (5, 256)
 
 
 @pytest.mark.parametrize("arch", [9, 10])

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.fa3 import FA3GQA, FA3MLA
-from moe_engine.kernels.attention.flashinfer_gqa import FlashInferGQA
-from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
-from moe_engine.kernels.attention.flashmla import FlashMLA
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, RenewablePlan, Replayable
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from tests.kernels_cpu.formulas import attend, close, normal
 from tests.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.vendors.contract import ContractBroken

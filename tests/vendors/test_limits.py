@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.attention.fa3 import FA3GQA, FA3MLA
-from moe_engine.kernels.attention.flashinfer_gqa import FlashInferGQA
-from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
-from moe_engine.kernels.attention.flashmla import FlashMLA
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.device import Device, HeadWidths, Need
 from moe_engine.kernels.registry import Row, select
 from moe_engine.kernels.vendors import probe

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.fa3 import FA3MLA
-from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
-from moe_engine.kernels.attention.flashmla import FlashMLA
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
+from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.vendors.deep_gemm import DeepGemm
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 from tests.models.stepper import Chunk, Stepper, make_backends

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_engine.kernels.attention import workspaces
-from moe_engine.kernels.attention.fa3 import FA3MLA
-from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.workspaces import AttentionLoad
 from moe_engine.models import sizes
 from moe_engine.models.needs import head_widths

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from moe_engine.kernels.attention.fa3 import FA3GQA, FA3MLA
-from moe_engine.kernels.attention.flashinfer_gqa import FlashInferGQA
-from moe_engine.kernels.attention.flashinfer_mla import FlashInferMLA
-from moe_engine.kernels.attention.flashmla import FlashMLA
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.types import GraphSettings
 from moe_engine.worker import worker
-from moe_engine.worker.graph_setup import record_steps
+from moe_engine.worker.graphs.graph_setup import record_steps
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
 from tests.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator

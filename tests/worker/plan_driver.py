@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, StepPlan, StepResult
-from moe_engine.worker.kv_pool import KVPool
+from moe_engine.worker.kv_cache.kv_pool import KVPool
 from tests.logprobs import Entry, unpack
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from benchmarks.stub_model import StubModel, stub_runner
-from moe_engine.engine.client_api import EngineInfo
-from moe_engine.engine.reporter import StepReporter
-from moe_engine.kernels.step_ladder import PREFIX, ladder
+from moe_engine.core.step_reporter import StepReporter
+from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.vendors.warming import StepShapes
+from moe_engine.kernels.warmup_sizes import PREFIX, ladder
 from moe_engine.scheduler.events import PlanFacts
 from moe_engine.server.metrics import Metrics
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.device_stream import make_graphs
-from moe_engine.worker.warmup import compile_kernels, warm_sizes
+from moe_engine.worker.startup.warmup import compile_kernels, warm_sizes
 from moe_engine.worker.worker import Worker
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from moe_engine.worker.move_pace import MAX_PASSES, MAX_SHARE, MovePace
+from moe_engine.worker.eplb.eplb_throttle import MAX_PASSES, MAX_SHARE, EPLBThrottle
 
 
-def pace(step: float, pause: float, way: float) -> MovePace:
-    made = MovePace()
+def pace(step: float, pause: float, way: float) -> EPLBThrottle:
+    made = EPLBThrottle()
     for _ in range(5):
         made.passed(step)
         made.moved(pause, way)
@@ -16,7 +16,7 @@ def pace(step: float, pause: float, way: float) -> MovePace:
 
 
 def test_every_pass_until_something_is_known() -> None:
-    made = MovePace()
+    made = EPLBThrottle()
     assert made.passes_per_move == 1
     made.passed(0.01)
     assert made.passes_per_move == 1

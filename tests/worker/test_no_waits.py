@@ -23,10 +23,10 @@ from moe_engine.types import (
     SpeculationConfig,
     StepPlan,
 )
-from moe_engine.worker.graph_setup import record_steps
-from moe_engine.worker.kv_pool import KVPool, KVSpec
-from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner
+from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
+from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Drafter
 from moe_engine.worker.speculation.mtp import MTPDrafter
@@ -76,7 +76,7 @@ def _worker(drafts: str = "", graphs: bool = False) -> Worker:
     stream = FakeAccelerator()
     pool = KVPool(KVSpec.mla(1, 4, 4, torch.float32), 256, 1, stream)
     config = SpeculationConfig("standalone", DEPTH) if drafts else None
-    rows = Rows(8, 100, VOCAB, stream, num_drafts=DEPTH + 1 if drafts else 0)
+    rows = RequestRows(8, 100, VOCAB, stream, num_drafts=DEPTH + 1 if drafts else 0)
     attention = ReplayableTorch(StubAttention())
     runner = ModelRunner(NextToken(), pool, rows, attention, stream)  # type: ignore[arg-type]
     if config is not None:

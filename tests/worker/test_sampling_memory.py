@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.config.resolve import resolve
 from moe_engine.kernels.sampling import scratch
 from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
+from moe_engine.planning.resolve import resolve
 from moe_engine.types import LogprobSpec, NewRow, SamplingParams
+from moe_engine.worker.batch.request_rows import PromptLogprobs, RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.logits_passes import LogitsPasses
-from moe_engine.worker.logprobs import prompt_logprobs
-from moe_engine.worker.rows import PromptLogprobs, Rows
-from moe_engine.worker.sampler import SampledRows, Sampler
-from moe_engine.worker.step_sampling import StepSampling
+from moe_engine.worker.sampling.logits_passes import LogitsPasses
+from moe_engine.worker.sampling.logprobs import prompt_logprobs
+from moe_engine.worker.sampling.sampler import SampledRows, Sampler
+from moe_engine.worker.sampling.step_sampling import StepSampling
 from tests.config.conftest import SMALL, V3, machine
 from tests.memory_meter import MemoryMeter
 
@@ -78,7 +78,7 @@ def _bfloat16_head(hidden: Tensor, sizes: object = None) -> Tensor:
 
 def _sampling(rows_at_once: int, sampling: SamplingParams, spec: LogprobSpec | None) -> tuple[StepSampling, Sampler]:
     stream = DeviceStream("cpu")
-    rows = Rows(RUNNING, 64, VOCAB, stream)
+    rows = RequestRows(RUNNING, 64, VOCAB, stream)
     rows.keep_tokens(RUNNING * 4 + 1)
     for row in range(RUNNING):
         slots = list(range(1 + 4 * row, 5 + 4 * row))

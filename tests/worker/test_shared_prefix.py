@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.models.layers import mla_pieces
-from moe_engine.worker.mla_form import MLAFormPolicy
-from moe_engine.worker.shared_prefix import LEAST, find_sharers
+from moe_engine.models.layers import mla_chunks
+from moe_engine.worker.batch.mla_form import MLAFormPolicy
+from moe_engine.worker.batch.shared_prefix import LEAST, find_sharers
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
 
@@ -69,13 +69,13 @@ def test_answers_do_not_depend_on_it(kv_cache_dtype: str, tmp_path: Path, monkey
         for i in range(8)
     ]
     made: list[int] = []
-    original = mla_pieces._share
+    original = mla_chunks._share
 
-    def counted(prefill: object, run: mla_pieces.SharedRun, backend: object) -> object:
+    def counted(prefill: object, run: mla_chunks.SharedRun, backend: object) -> object:
         made.append(run.last - run.first)
         return original(prefill, run, backend)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(mla_pieces, "_share", counted)
+    monkeypatch.setattr(mla_chunks, "_share", counted)
     try:
         if not engine.worker.runner.builder._form.shares:
             pytest.skip("no kernel here shares contexts (no C++ compiler)")

@@ -29,13 +29,13 @@ from moe_engine.types import (
     StepPlan,
     StepResult,
 )
+from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.graph_setup import record_steps
-from moe_engine.worker.kv_pool import KVPool, KVSpec
-from moe_engine.worker.logits_passes import LogitsPasses
-from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner
-from moe_engine.worker.step_graphs import CaptureError, StepGraphs, StepShape
+from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.graphs.step_graphs import CaptureError, StepGraphs, StepShape
+from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
+from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
 
@@ -163,7 +163,7 @@ def _runner(
     if num_groups > 1:
         parallel = ParallelContext(Topology(tp_size=num_groups, attn_dp_size=num_groups), group, decode_tokens=64)
     model, attention, backend = Counting(), ReplayableTorch(StubAttention()), FakeGraphs()
-    rows = Rows(8, 100, 64, stream)
+    rows = RequestRows(8, 100, 64, stream)
     passes = LogitsPasses(rows_at_once)
     runner = ModelRunner(model, pool, rows, attention, stream, parallel=parallel, passes=passes)  # type: ignore[arg-type]
     assert record_steps(runner, settings, backend=backend)
@@ -210,10 +210,10 @@ def test_all_attention_groups_replay_the_same_size(rows_at_once: int) -> None:
     for group, plan in enumerate(mine):
         runner, model, backend = _runner(GraphSettings((1, 2, 4)), 3, group, rows_at_once)
         new = [NewRow(i, f"r{i}", [7 + i], 1, [], SamplingParams(temperature=0.0), 0, frozenset()) for i in plan.rows]
-        first = StepPlan(0, new_rows=new, everybody=(StepFacts(),) * 3)
+        first = StepPlan(0, new_rows=new, dp_facts=(StepFacts(),) * 3)
         runner.execute(first)
         runner.rows.last_token[: len(new)] = torch.arange(len(new)) + 20
-        result = runner.execute(replace(plan, everybody=everybody))
+        result = runner.execute(replace(plan, dp_facts=everybody))
         assert result.tokens == [[21 + i] for i in range(len(new))] and backend.num_replays == 1
         (batch,) = model.batches
         assert batch.sizes is not None and batch.sizes.tokens == batch.sizes.logits == (4, 4, 4)
@@ -229,7 +229,7 @@ def test_no_group_replays_when_another_cannot(other: StepFacts) -> None:
     facts = (StepFacts(2, 2), other)
     for group, plan in enumerate((_decodes(2), StepPlan(1))):
         runner, _, _ = _runner(GraphSettings((1, 2, 4), counts=(1, 3)), 2, group)
-        assert runner.graphs is not None and runner.graphs.shape_of(replace(plan, everybody=facts)) is None
+        assert runner.graphs is not None and runner.graphs.shape_of(replace(plan, dp_facts=facts)) is None
 
 
 def test_padding_leaves_nothing_of_larger_steps_behind() -> None:

@@ -23,8 +23,8 @@ from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.types import GraphSettings
-from moe_engine.worker import region_setup
-from moe_engine.worker.graph_setup import record_steps
+from moe_engine.worker.graphs import compile_setup as region_setup
+from moe_engine.worker.graphs.graph_setup import record_steps
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
 

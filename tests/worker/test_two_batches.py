@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.types import Speculation, StepPlan
-from moe_engine.worker.two_batches import find_cut, halves
+from moe_engine.worker.batch.two_batches import find_cut, halves
 
 
 @st.composite

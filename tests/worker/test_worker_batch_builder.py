@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from moe_engine.kernels.attention.protocol import PagedQueries
 from moe_engine.types import NewRow, RowWrite, SamplingParams, StepPlan
-from moe_engine.worker.batch_builder import BatchBuilder, StepBatch
+from moe_engine.worker.batch.batch_builder import BatchBuilder, StepBatch
+from moe_engine.worker.batch.mla_form import MLAFormPolicy
+from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.mla_form import MLAFormPolicy
-from moe_engine.worker.rows import Rows
 
 MAX_ROWS, CONTEXT, VOCAB = 8, 48, 100
 STREAM = DeviceStream("cpu")
 
 
-def _rows() -> Rows:
-    rows = Rows(MAX_ROWS, CONTEXT, VOCAB, STREAM)
+def _rows() -> RequestRows:
+    rows = RequestRows(MAX_ROWS, CONTEXT, VOCAB, STREAM)
     rows.last_token.copy_(torch.arange(MAX_ROWS) + 50)
     return rows
 
@@ -62,7 +62,7 @@ def _check_group(queries: PagedQueries | None, members: list[int], plan: StepPla
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
 
 
-def _check(batch: StepBatch, plan: StepPlan, rows: Rows, form: MLAFormPolicy) -> None:
+def _check(batch: StepBatch, plan: StepPlan, rows: RequestRows, form: MLAFormPolicy) -> None:
     entries = range(len(plan.rows))
     is_few = [i < plan.num_decodes or form.absorbed(plan.starts[i], plan.counts[i]) for i in entries]
     few, many = [i for i in entries if is_few[i]], [i for i in entries if not is_few[i]]

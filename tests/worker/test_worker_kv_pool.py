@@ -11,7 +11,7 @@ import torch
 from moe_engine.kernels.attention.kv_format import head_width, latent_width
 from moe_engine.models.config import GQAConfig, MLAConfig
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.kv_pool import KVPool, KVSpec
+from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 
 STREAM = DeviceStream("cpu")
 

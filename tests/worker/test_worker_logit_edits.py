@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from moe_engine.models import sizes
 from moe_engine.types import NewRow, RowWrite, SamplingParams
-from moe_engine.worker import logit_edits, penalties
+from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.penalties import TreeText
-from moe_engine.worker.rows import Rows
+from moe_engine.worker.sampling import logits_processors as logit_edits
+from moe_engine.worker.sampling import penalties
+from moe_engine.worker.sampling.penalties import TreeText
 from moe_engine.worker.speculation.drafts import ancestor_masks
 from tests.memory_meter import MemoryMeter
 
@@ -55,7 +56,7 @@ class Life:
 
     def __init__(self, seed: int) -> None:
         self.pick = np.random.default_rng(seed)
-        self.rows = Rows(12, CONTEXT, VOCAB, DeviceStream("cpu"), num_drafts=8)
+        self.rows = RequestRows(12, CONTEXT, VOCAB, DeviceStream("cpu"), num_drafts=8)
         self.rows.keep_tokens(NUM_SLOTS)
         self.texts: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
         self.slots: dict[int, list[int]] = {}
@@ -205,7 +206,7 @@ def test_scratch_memory_is_what_the_ledger_holds(monkeypatch: pytest.MonkeyPatch
     """However many rows have penalties, and however long their texts; one row has what its own text needs."""
     num_rows, length, allowed = 12, 9000, 4 << 20
     monkeypatch.setattr(penalties, "EDIT_BYTES", allowed)
-    rows = Rows(num_rows, length + 8, vocab, DeviceStream("cpu"))
+    rows = RequestRows(num_rows, length + 8, vocab, DeviceStream("cpu"))
     rows.keep_tokens(length + 1)
     slots, text = list(range(1, length + 1)), list(range(length))
     for row in range(num_rows):
@@ -234,7 +235,7 @@ def test_biases_come_in_pieces_that_are_bounded(counts: list[int], most: int, ba
 
 
 def test_a_row_without_wishes_costs_nothing() -> None:
-    rows = Rows(4, CONTEXT, VOCAB, DeviceStream("cpu"))
+    rows = RequestRows(4, CONTEXT, VOCAB, DeviceStream("cpu"))
     rows.apply([], [NewRow(1, "r", [1], 1, [], SamplingParams(), 0, EOS)], [])
     assert not rows.edits.active and not rows.edits.penalties.active
     rows.note_tokens(torch.tensor([1]), torch.tensor([5]))  # there is nowhere to put it, and no need
@@ -242,7 +243,7 @@ def test_a_row_without_wishes_costs_nothing() -> None:
 
 def test_nothing_grows_with_requests_that_have_penalties() -> None:
     """However many rows have them, nothing is allocated that stays."""
-    rows = Rows(64, CONTEXT, VOCAB, DeviceStream("cpu"))
+    rows = RequestRows(64, CONTEXT, VOCAB, DeviceStream("cpu"))
     rows.keep_tokens(NUM_SLOTS)
 
     def held() -> set[int]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe_engine.types import LogprobSpec
+from moe_engine.worker.batch.request_rows import PromptLogprobs
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
-from moe_engine.worker.rows import PromptLogprobs
+from moe_engine.worker.sampling.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
 from tests.logprobs import unpack
 
 STREAM = DeviceStream("cpu")

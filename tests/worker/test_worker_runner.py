@@ -17,12 +17,12 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.types import LogprobSpec, NewRow, SamplingParams, StepPlan
-from moe_engine.worker import kernel_choice
+from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.kv_pool import KVPool, KVSpec
-from moe_engine.worker.rows import Rows
-from moe_engine.worker.runner import ModelRunner
-from moe_engine.worker.sampler import INVALID_TOKEN
+from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
+from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.sampling.sampler import INVALID_TOKEN
+from moe_engine.worker.startup import kernel_choice
 from moe_engine.worker.worker import Worker
 from tests.lines_run import lines_run
 from tests.logprobs import unpack
@@ -51,7 +51,7 @@ class NextToken:
 def _runner(max_rows: int = 8) -> ModelRunner:
     stream = DeviceStream("cpu")
     pool = KVPool(KVSpec.mla(1, 4, 4, torch.float32), 256, 1, stream)
-    return ModelRunner(NextToken(), pool, Rows(max_rows, 100, VOCAB, stream), StubAttention(), stream)
+    return ModelRunner(NextToken(), pool, RequestRows(max_rows, 100, VOCAB, stream), StubAttention(), stream)
 
 
 def _new(row: int, tokens: list[int], sampling: SamplingParams = GREEDY, **fields: Any) -> NewRow:

@@ -13,8 +13,8 @@ from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.kernels.sampling.reference import TorchSampling
 from moe_engine.types import NewRow, SamplingParams
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.sampler import INVALID_TOKEN, SampledRows, Sampler
-from moe_engine.worker.sampling_state import SamplingState, mix64, uniforms
+from moe_engine.worker.sampling.sampler import INVALID_TOKEN, SampledRows, Sampler
+from moe_engine.worker.sampling.sampling_state import SamplingState, mix64, uniforms
 
 STREAM = DeviceStream("cpu")
 CHI_SQUARE_LIMIT = 45.0  # far above the 99.99 % quantile for 11 degrees of freedom (37.4)

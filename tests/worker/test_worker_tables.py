@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_engine.worker.batch.device_int_table import DeviceIntTable
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.int_table import IntTable
 from tests.worker import fake_accelerator
 from tests.worker.fake_accelerator import FakeAccelerator
 
 
-def _table(stream: DeviceStream, values: np.ndarray, dtype: torch.dtype) -> tuple[IntTable, torch.Tensor]:
+def _table(stream: DeviceStream, values: np.ndarray, dtype: torch.dtype) -> tuple[DeviceIntTable, torch.Tensor]:
     tensor = stream.upload(torch.from_numpy(values).to(dtype))
-    return IntTable(tensor, stream), tensor
+    return DeviceIntTable(tensor, stream), tensor
 
 
 @settings(max_examples=30, deadline=None)

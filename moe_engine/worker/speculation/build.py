@@ -13,17 +13,17 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.loader import load_model, load_mtp
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.types import SpeculationConfig
-from moe_engine.worker.batch_builder import BatchBuilder
-from moe_engine.worker.kv_pool import KVPool, kv_spec
-from moe_engine.worker.mla_form import form_policy
-from moe_engine.worker.runner import ModelRunner
+from moe_engine.worker.batch.batch_builder import BatchBuilder
+from moe_engine.worker.batch.mla_form import form_policy
+from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
+from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Drafter
+from moe_engine.worker.speculation.fused_spec_step import WholeStep
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
-from moe_engine.worker.speculation.whole_step import WholeStep
 
 
 @dataclass(frozen=True)

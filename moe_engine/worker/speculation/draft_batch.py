@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import ChainSteps
 from moe_engine.kernels.attention.protocol import AttentionBatch, GQABackend, MLABackend
+from moe_engine.kernels.decoder.drafting import ChainSteps
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.worker.batch_builder import BatchBuilder
+from moe_engine.worker.batch.batch_builder import BatchBuilder
+from moe_engine.worker.batch.step_batch import RaggedTokens, StepBatch
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.step_batch import StepBatch, TokenRuns
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -81,7 +81,7 @@ class DraftBatches:
         """
         total = int(counts.sum())
         batch = self._builder.assemble(
-            TokenRuns(
+            RaggedTokens(
                 rows=rows,
                 starts=starts,
                 counts=counts,

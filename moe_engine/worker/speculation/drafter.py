@@ -12,8 +12,8 @@ from torch import Tensor
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
-from moe_engine.worker.step_batch import StepBatch
 
 
 @dataclass(frozen=True)
@@ -49,5 +49,5 @@ class Drafter(Protocol):
         A drafter whose forwards meet no other group's does nothing.
         """
 
-    def follow(self, computed: Computed) -> None:
+    def update_cache(self, computed: Computed) -> None:
         """Takes in what a step computed (plans with `Speculation.follow`)."""

@@ -28,9 +28,9 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.rows import Rows
-from moe_engine.worker.sampler import SampledRows, Sampler
+from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
@@ -44,7 +44,13 @@ class MTPDrafter:
     """See the module; implements `Drafter`. Rows all of whose tokens it has followed can be drafted for."""
 
     def __init__(
-        self, layers: MTPLayers, batches: DraftBatches, rows: Rows, sampler: Sampler, stream: DeviceStream, hidden: int
+        self,
+        layers: MTPLayers,
+        batches: DraftBatches,
+        rows: RequestRows,
+        sampler: Sampler,
+        stream: DeviceStream,
+        hidden: int,
     ) -> None:
         self.layers = layers
         self._batches = batches
@@ -108,7 +114,7 @@ class MTPDrafter:
 
     # -- following
 
-    def follow(self, computed: Computed) -> None:
+    def update_cache(self, computed: Computed) -> None:
         rows, starts, counts = computed.rows, computed.starts, computed.counts
         history = self._rows.history
         assert history is not None

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.history import History
 from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.ngram_match import find_on_device, find_on_host
@@ -27,7 +27,7 @@ from moe_engine.worker.speculation.ngram_match import find_on_device, find_on_ho
 class NgramDrafter:
     """See the module; implements `Drafter`. It keeps nothing: the rows' history is all it reads."""
 
-    def __init__(self, history: History, min_match: int, max_match: int, stream: DeviceStream) -> None:
+    def __init__(self, history: TokenBuffer, min_match: int, max_match: int, stream: DeviceStream) -> None:
         self._history = history
         self._min_match = min_match
         self._max_match = max_match
@@ -40,7 +40,7 @@ class NgramDrafter:
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
 
-    def follow(self, computed: Computed) -> None:
+    def update_cache(self, computed: Computed) -> None:
         return None
 
     def propose(self, task: DraftTask) -> Drafts:

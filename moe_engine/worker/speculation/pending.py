@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moe_engine.kernels.attention.drafting import JudgedChains
+from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.types import PackedLogprobs, StepPlan, StepResult
 from moe_engine.worker.device_stream import HostCopy
-from moe_engine.worker.logprobs import PendingLogprobs, PendingPrompt
+from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt
 
 _NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -55,7 +55,7 @@ class PendingSpeculation:
 
     @classmethod
     def judged(
-        cls, plan: StepPlan, judged: JudgedChains, seconds: StepSeconds, left_out: list[tuple[int, int]]
+        cls, plan: StepPlan, judged: VerifiedChains, seconds: StepSeconds, left_out: list[tuple[int, int]]
     ) -> PendingSpeculation:
         """Of a step of decodes alone that was run whole; to be taken before the next one runs."""
         copy = HostCopy([judged.tokens, judged.counts, _NOTHING])

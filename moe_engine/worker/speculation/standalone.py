@@ -20,9 +20,9 @@ from moe_engine.models.batch import Model
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
+from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.history import History
-from moe_engine.worker.sampler import SampledRows, Sampler
+from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
@@ -33,7 +33,13 @@ class StandaloneDrafter:
     """See the module; implements `Drafter`."""
 
     def __init__(
-        self, model: Model, batches: DraftBatches, history: History, sampler: Sampler, stream: DeviceStream, rows: int
+        self,
+        model: Model,
+        batches: DraftBatches,
+        history: TokenBuffer,
+        sampler: Sampler,
+        stream: DeviceStream,
+        rows: int,
     ) -> None:
         self._model = model
         self._batches = batches
@@ -48,7 +54,7 @@ class StandaloneDrafter:
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
 
-    def follow(self, computed: Computed) -> None:
+    def update_cache(self, computed: Computed) -> None:
         return None
 
     def propose(self, task: DraftTask) -> Drafts:

@@ -12,25 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.drafting import JudgedChains
+from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import Speculation, SpeculationConfig, StepPlan
-from moe_engine.worker.batch_builder import BatchBuilder
+from moe_engine.worker.batch.batch_builder import BatchBuilder
+from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.batch.step_batch import RaggedTokens, StepBatch
+from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.history import History
-from moe_engine.worker.kv_pool import KVPool
-from moe_engine.worker.penalties import TreeText
-from moe_engine.worker.rows import Rows
-from moe_engine.worker.sampler import SampledRows, Sampler
-from moe_engine.worker.sampling_state import Draw, uniforms
+from moe_engine.worker.kv_cache.kv_pool import KVPool
+from moe_engine.worker.sampling.penalties import TreeText
+from moe_engine.worker.sampling.sampler import SampledRows, Sampler
+from moe_engine.worker.sampling.sampling_state import Draw, uniforms
+from moe_engine.worker.sampling.step_sampling import Drawn
 from moe_engine.worker.speculation.acceptance import Accepted, accept, accept_chains, force
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
-from moe_engine.worker.speculation.whole_step import WholeStep
-from moe_engine.worker.step_batch import StepBatch, TokenRuns
-from moe_engine.worker.step_sampling import Drawn
+from moe_engine.worker.speculation.fused_spec_step import WholeStep
 
 _FORCE_SALT = 1
 """Tells the numbers that thresholds are compared with from those that tokens are drawn with."""
@@ -109,7 +109,7 @@ class SpeculativeStep:
         self,
         config: SpeculationConfig,
         drafter: Drafter,
-        rows: Rows,
+        rows: RequestRows,
         builder: BatchBuilder,
         sampler: Sampler,
         kv_pool: KVPool,
@@ -121,7 +121,7 @@ class SpeculativeStep:
         self.config = config
         self.drafter = drafter
         self._rows = rows
-        self._history: History = rows.history
+        self._history: TokenBuffer = rows.history
         self._builder = builder
         self._sampler = sampler
         self._kv_pool = kv_pool
@@ -163,7 +163,7 @@ class SpeculativeStep:
         )
         return rest, left_out
 
-    def run_whole(self, plan: StepPlan, speculation: Speculation) -> JudgedChains | None:
+    def run_whole(self, plan: StepPlan, speculation: Speculation) -> VerifiedChains | None:
         """Runs a step of one rank alone from drafting to following, in one call; None where that cannot be done, and
         nothing was. The result holds until the next step."""
         if self._whole is None or not speculation.follow or len(plan.rows) != plan.num_decodes:
@@ -260,7 +260,7 @@ class SpeculativeStep:
             positions = np.concatenate([(verification.starts[:, None] + levels_read)[real], *prompt_positions])
             visible = masks_read[real]
         return self._builder.assemble(
-            TokenRuns(
+            RaggedTokens(
                 rows=rows,
                 starts=starts,
                 counts=counts,
@@ -346,7 +346,7 @@ class SpeculativeStep:
         self._computed(plan, [i for i in range(plan.num_decodes, len(plan.rows)) if not plan.samples[i]])
         self._history.append(*self._stream.arrays(sampled.rows_device, self._upload(sampled.lengths), tokens))
 
-    def follow(
+    def update_cache(
         self,
         plan: StepPlan,
         batch: StepBatch,
@@ -376,7 +376,7 @@ class SpeculativeStep:
             offsets = batch.offsets
             in_runs = torch.cat((path, chunks))
             hidden = hidden.index_select(0, in_runs[self._upload(places_in_runs(offsets, counts))])
-        self.drafter.follow(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
+        self.drafter.update_cache(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
 
     # -- pieces
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.worker.logits_passes import Head
-from moe_engine.worker.sampler import SampledRows, Sampler
+from moe_engine.worker.sampling.logits_passes import Head
+from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask, ancestor_masks
 

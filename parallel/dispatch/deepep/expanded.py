@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.dispatch.payload import decode, encode
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.rows import check_choices
@@ -84,12 +84,12 @@ class ExpandedDispatcher:
         )
 
     def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, ExpandedHandle]:
         if self._wait:
             check_choices(topk_ids, self._shape.num_experts)
         slot = self._slots.take()
-        sent = encode(x, topk_ids, topk_weights, self._shape.fp8, reads)
+        sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
         received, _, row_weights, theirs, _ = self._buffer.dispatch(
             sent.data if sent.scales is None else (sent.data, sent.scales),
             topk_idx=sent.ids.to(self._ids_dtype, copy=True),  # the handle refers to it: it must not change
@@ -103,7 +103,7 @@ class ExpandedDispatcher:
         )
         data, scales = received if isinstance(received, tuple) else (received, None)
         dtype = self._shape.dtype
-        if not reads.rows:
+        if not format.rows:
             data, scales = decode(Tokens(data, scales, sent.ids, sent.weights), dtype), None
         offsets = F.pad(theirs.psum_num_recv_tokens_per_expert, (1, 0))  # alignment 1: groups without gaps
         batch = ExpertBatch("grouped", data, offsets=offsets, scales=scales, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Which DeepEP is installed. Versions tell nothing (forks number their own way): the classes do."""
+"""Which DeepEP is installed. Versions tell nothing (forks number their own handle): the classes do."""
 
 from __future__ import annotations
 

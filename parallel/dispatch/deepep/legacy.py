@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads, numbers_of
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, unquantized
 from moe_engine.parallel.dispatch.payload import decode
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 from moe_engine.parallel.dispatch.workspace import Slots
@@ -98,7 +98,7 @@ class LegacyExchange:
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Any]:
         ids = tokens.ids.to(self._ids_dtype)
         per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(ids, self._shape.num_experts)
-        received, recv_ids, recv_weights, _, way, _ = self._buffer.dispatch(
+        received, recv_ids, recv_weights, _, handle, _ = self._buffer.dispatch(
             tokens.data if tokens.scales is None else (tokens.data, tokens.scales),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
@@ -108,10 +108,10 @@ class LegacyExchange:
             topk_weights=tokens.weights,
         )
         data, scales = received if isinstance(received, tuple) else (received, None)
-        return Tokens(data, scales, recv_ids.to(torch.int32), recv_weights), way
+        return Tokens(data, scales, recv_ids.to(torch.int32), recv_weights), handle
 
-    def collect(self, partial: Tensor, way: Any) -> Tensor:
-        sums, _, _ = self._buffer.combine(partial, way)
+    def collect(self, partial: Tensor, handle: Any) -> Tensor:
+        sums, _, _ = self._buffer.combine(partial, handle)
         if self._cleans is not None:
             shape = self._cleans
             self._buffer.clean_low_latency_buffer(shape.max_tokens, shape.hidden, shape.num_experts)
@@ -138,16 +138,16 @@ class LegacyLowLatency:
     takes_rows = False  # the library quantises itself, and refuses what is
 
     def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, LowLatencyHandle]:
         shape, slot = self._shape, self._slots.take()
         ids = topk_ids.to(self._ids_dtype)
         received, counts, theirs, _, _ = self._buffer.low_latency_dispatch(
-            numbers_of(x), ids, shape.max_tokens, shape.num_experts, use_fp8=shape.fp8,
-            round_scale=shape.fp8 and reads.power_of_two,
+            unquantized(x), ids, shape.max_tokens, shape.num_experts, use_fp8=shape.fp8,
+            round_scale=shape.fp8 and format.power_of_two,
         )  # fmt: skip
         handle = LowLatencyHandle(slot, ids, topk_weights, theirs)
-        if shape.fp8 and reads.rows:  # scales lie as the grouped product wants them
+        if shape.fp8 and format.rows:  # scales lie as the grouped product wants them
             data, scales = received
             return ExpertBatch("padded", data, counts=counts, scales=scales, dtype=shape.dtype), handle
         rows = self._in_activation_dtype(*received) if shape.fp8 else received

@@ -28,7 +28,7 @@ class SharedBytes:
     keeps: Any = None
 
 
-class PeerMemory(Protocol):
+class SymmetricMemory(Protocol):
     """What gives memory to a group of ranks."""
 
     def allocate(self, group: Group, num_bytes: int) -> SharedBytes:
@@ -42,7 +42,7 @@ class PeerMemory(Protocol):
         """int32 [count], zeros that kernels write and the host reads without waiting for the device."""
 
 
-class TorchPeerMemory:
+class TorchSymmetricMemory:
     """torch's symmetric memory on CUDA.
 
     Args:

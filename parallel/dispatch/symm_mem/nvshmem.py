@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.peer_memory.triton_copy import copy_rows
-from moe_engine.kernels.quantization.protocol import NUMBERS, Activation, Reads
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
+from moe_engine.kernels.symm_mem.triton_copy import copy_rows
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
@@ -151,14 +151,14 @@ class NvshmemDispatcher:
         )
 
     def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, reads: Reads = NUMBERS
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, NvshmemHandle]:
         shape = self._shape
         if len(x) > shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {shape.max_tokens}")
         slot = self._slots.take()
         buffers = self._buffers[slot]
-        tokens = encode(x, topk_ids, topk_weights, shape.fp8, reads)
+        tokens = encode(x, topk_ids, topk_weights, shape.fp8, format)
         positions = self._sort(tokens, buffers)
         self._shuffles.all_to_all_vdev_2d(buffers.sent, buffers.arrived, buffers.splits, buffers.arrived_splits)
 
@@ -168,7 +168,7 @@ class NvshmemDispatcher:
         offsets = torch.cat((starts[:, 0], ends)).to(torch.int32)
         arrived = self._format.view(buffers.arrived)
         rows, scales = arrived.data, arrived.scales
-        if not reads.rows:
+        if not format.rows:
             rows, scales = decode(arrived, shape.dtype), None
         batch = ExpertBatch(
             "grouped", rows, offsets=offsets, counts=counts.to(torch.int32), scales=scales, dtype=shape.dtype

@@ -1,0 +1,1 @@
+"""Attention in Triton: MLA over the paged latent, expanded prefill, GQA over pages."""

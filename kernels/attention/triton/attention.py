@@ -1,0 +1,327 @@
+"""The Triton rows of attention: plans on the host, once a step, and the launches of each layer.
+
+What a plan holds depends on the layer's heads and dtype, which the step does not know. The first layer that ever runs
+tells; from then on `plan` makes everything, and calls of layers launch kernels and nothing else.
+
+Legend: T query tokens, R requests, H query heads, G KV heads, C kv_lora_rank, P rotary width, S context tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.latent_records import FP8_GROUPS, FP8_TOKEN, PLAIN, form_of, record_bytes
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Split, schedule, upload
+from moe_engine.kernels.attention.triton.expanded import blocks, expanded_attention, expanded_tile
+from moe_engine.kernels.attention.triton.gather import GATHER_ROWS, gather
+from moe_engine.kernels.attention.triton.latent import LatentTile, latent_attention, latent_tile
+from moe_engine.kernels.attention.triton.merge import merge_chunk
+from moe_engine.kernels.attention.triton.paged import PagedTile, paged_attention, paged_tile
+
+FIXED_TOKENS = 512
+"""Context tokens of a segment where results must not depend on the batch."""
+
+_FEW_PROGRAMS = 4  # where there are no multiprocessors: under the interpreter
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a small number for devices without such."""
+    try:
+        return torch.get_device_module(device).get_device_properties(device).multi_processor_count
+    except (AttributeError, RuntimeError):
+        return _FEW_PROGRAMS
+
+
+class GroupPlan:
+    """What the calls of one group of queries need on the device; each part is made once.
+
+    Args:
+        first_keys, key_lens: the tokens of each context that the expanded form is planned for; None: all.
+    """
+
+    def __init__(
+        self,
+        queries: PagedQueries,
+        buffers: ScheduleBuffers | None = None,
+        first_keys: Sequence[int] | None = None,
+        key_lens: Sequence[int] | None = None,
+    ) -> None:
+        self.queries = queries
+        self._buffers = buffers
+        self._first_keys = np.zeros(len(queries.query_lens), dtype=np.int64)
+        if first_keys is not None:
+            self._first_keys = np.asarray(first_keys, dtype=np.int64)
+        self._key_lens = key_lens
+        self._schedules: dict[tuple[int, Split], Schedule] = {}
+        self._blocks: dict[int, Tensor] = {}
+        self._gather: Tensor | None = None
+
+    @property
+    def _lens(self) -> Sequence[int]:
+        return self.queries.context_lens if self._key_lens is None else self._key_lens
+
+    @property
+    def _device(self) -> torch.device:
+        return self.queries.slot_table.device
+
+    def schedule(self, rows_per_token: int, split: Split) -> Schedule:
+        key = (rows_per_token, split)
+        if key not in self._schedules:
+            queries = self.queries
+            self._schedules[key] = schedule(
+                queries.query_lens, queries.context_lens, rows_per_token, split, self._device,
+                tree=queries.visible is not None, buffers=self._buffers,
+            )  # fmt: skip
+        return self._schedules[key]
+
+    def blocks(self, block_m: int) -> Tensor:
+        """Of the expanded form."""
+        if block_m not in self._blocks:
+            queries = self.queries
+            seen = np.subtract(queries.context_lens, queries.query_lens) + 1 - self._first_keys
+            records = blocks(queries.query_lens, self._lens, seen.tolist(), block_m)
+            self._blocks[block_m] = upload(records, self._device)
+        return self._blocks[block_m]
+
+    def gather(self) -> Tensor:
+        """[N, 4]: what `triton_gather` copies."""
+        if self._gather is None:
+            contexts = np.asarray(self._lens, dtype=np.int64)
+            count = -(-contexts // GATHER_ROWS)
+            request = np.repeat(np.arange(len(contexts)), count)
+            first = (np.arange(len(request)) - np.repeat(np.cumsum(count) - count, count)) * GATHER_ROWS
+            starts = (np.cumsum(contexts) - contexts)[request]
+            left = np.minimum(contexts[request] - first, GATHER_ROWS)
+            begin = self._first_keys[request] + first
+            records = np.stack((request, begin, left, starts + first), 1).astype(np.int32)
+            self._gather = upload(records, self._device)
+        return self._gather
+
+
+class PlanInPlace(GroupPlan):
+    """`RenewablePlan`, and the plan of its only group: one schedule, in memory that stays where it is."""
+
+    def __init__(self, queries: PagedQueries, rows_per_token: int, split: Split) -> None:
+        count = max(queries.query_lens)
+        buffers = ScheduleBuffers.for_decodes(
+            queries.num_requests, count, rows_per_token, split, queries.slot_table.device
+        )
+        super().__init__(queries, buffers)
+        self._key = (rows_per_token, split)
+        self.renew()
+
+    def renew(self) -> None:
+        self._schedules.clear()
+        self.schedule(*self._key)
+
+
+class StepPlan:
+    """The plans of a step's groups, found by the queries they were made for."""
+
+    def __init__(self, *groups: GroupPlan) -> None:
+        self._groups = groups
+
+    def of(self, queries: PagedQueries) -> GroupPlan:
+        """The group's plan; a new one for queries that the step was not planned with."""
+        for group in self._groups:
+            if group.queries is queries:
+                return group
+        return GroupPlan(queries)
+
+
+def _find(plan: object, queries: PagedQueries) -> GroupPlan:
+    if isinstance(plan, GroupPlan) and plan.queries is queries:
+        return plan
+    return plan.of(queries) if isinstance(plan, StepPlan) else GroupPlan(queries)
+
+
+class _Backend:
+    """
+    Args:
+        deterministic: contexts are cut at fixed places, so that a token's result has the same bits in every batch.
+        num_programs: how many programs the device runs at once; None asks the device.
+    """
+
+    name = "triton"
+
+    def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
+        self._deterministic = deterministic
+        self._num_programs = num_programs
+
+    def _rows(self, queries: PagedQueries, rows_per_token: int) -> int:
+        """Rows of the largest request, for the choice of a tile: a number of the model where bits must stay put."""
+        return rows_per_token * (1 if self._deterministic else max(queries.query_lens, default=1))
+
+    def _split(self, tile: LatentTile | PagedTile, device: torch.device, programs: int, groups: int) -> Split:
+        fixed = FIXED_TOKENS // tile.block_n if self._deterministic else None
+        total = (self._num_programs or num_multiprocessors(device)) * programs
+        return Split(tile.block_m, tile.block_n, max(1, total // groups), fixed)
+
+
+class TritonMLA(_Backend):
+    """`MLABackend`, `Replayable` and `ExpandsParts`. The cache may also hold FP8 rows (`kv_format`)."""
+
+    def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
+        super().__init__(deterministic, num_programs)
+        self._absorbed_as: tuple[int, torch.dtype, int] | None = None
+        self._expanded_as: torch.dtype | None = None
+
+    def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
+        """As the protocol says.
+
+        Args:
+            buffers: where the decode group's schedule goes, for CUDA graphs.
+        """
+        groups = []
+        if batch.decode is not None:
+            groups.append(GroupPlan(batch.decode, buffers))
+            if self._absorbed_as is not None:
+                self._absorbed_schedule(groups[-1], *self._absorbed_as)
+        if batch.prefill is not None:
+            groups.append(GroupPlan(batch.prefill))
+            if self._expanded_as is not None:
+                groups[-1].blocks(expanded_tile(self._expanded_as).block_m)
+                groups[-1].gather()
+        return StepPlan(*groups)
+
+    def plan_in_place(self, batch: AttentionBatch) -> PlanInPlace | None:
+        """As `Replayable` says. Schedules with fixed cuts have no largest size, so there is none for them."""
+        if self._absorbed_as is None or self._deterministic or batch.decode is None:
+            return None
+        _, split = self._absorbed_cut(batch.decode, *self._absorbed_as)
+        return PlanInPlace(batch.decode, self._absorbed_as[0], split)
+
+    def _absorbed_cut(
+        self, queries: PagedQueries, heads: int, dtype: torch.dtype, form: int
+    ) -> tuple[LatentTile, Split]:
+        tile = latent_tile(self._rows(queries, heads), dtype, form)
+        return tile, self._split(tile, queries.slot_table.device, 1, tile.shares)
+
+    def _absorbed_schedule(
+        self, group: GroupPlan, heads: int, dtype: torch.dtype, form: int
+    ) -> tuple[LatentTile, Schedule]:
+        tile, split = self._absorbed_cut(group.queries, heads, dtype, form)
+        return tile, group.schedule(heads, split)
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object,
+        value_width: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As the protocol says; `value_width` is C where the rotary width is not 64."""
+        latent = q.shape[2] - 64 if value_width is None else value_width
+        form = form_of(cache, latent, q.shape[2] - latent)
+        self._absorbed_as = (q.shape[1], q.dtype, form)
+        tile, segments = self._absorbed_schedule(_find(plan, queries), *self._absorbed_as)
+        return latent_attention(q, cache, queries, segments, tile, scale, latent, form)
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: object, out: Tensor | None = None,
+        value_width: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As the protocol says; FP8 records become bfloat16 where `out` does not say otherwise."""
+        queries.refuse_tree("gathered")
+        form, latent, rotary = PLAIN, cache.shape[1], 0
+        if cache.element_size() == 1:
+            if out is None or value_width is None:
+                form, latent, rotary = _record_form(cache.shape[1])
+            else:
+                latent, rotary = value_width, out.shape[1] - value_width
+                form = form_of(cache, latent, rotary)
+        if out is None:
+            dtype = cache.dtype if form == PLAIN else torch.bfloat16
+            out = cache.new_empty(queries.num_context_tokens, latent + rotary, dtype=dtype)
+        gather(cache, queries, _find(plan, queries).gather(), out, latent, form)
+        return out
+
+    def expanded(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: object
+    ) -> Tensor:
+        queries.refuse_tree("expanded")
+        if self._expanded_as is None:  # what a context in parts launches beside, compiled with the first prompt
+            part, lse = q.new_zeros(1, 1, kv.shape[2] - q.shape[2] + k_rope.shape[1]), q.new_zeros(1, 1).float()
+            merge_chunk(part, lse, part, lse)
+        self._expanded_as = q.dtype
+        tile = expanded_tile(q.dtype)
+        return expanded_attention(q, kv, k_rope, _find(plan, queries).blocks(tile.block_m), tile, scale)[0]
+
+    # -- `ExpandsParts`
+
+    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> GroupPlan:
+        queries.refuse_tree("expanded")
+        return GroupPlan(queries, None, first_keys, key_lens)
+
+    def expanded_part(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: GroupPlan
+    ) -> tuple[Tensor, Tensor]:
+        tile = expanded_tile(q.dtype)
+        return expanded_attention(q, kv, k_rope, plan.blocks(tile.block_m), tile, scale)
+
+    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        merge_chunk(out, lse, other, other_lse)
+
+
+class TritonGQA(_Backend):
+    """`GQABackend`."""
+
+    def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
+        super().__init__(deterministic, num_programs)
+        self._paged_as: tuple[int, int, int, torch.dtype] | None = None
+
+    def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
+        """As the protocol says; `buffers` as in `TritonMLA.plan`."""
+        groups = []
+        if batch.decode is not None:
+            groups.append(GroupPlan(batch.decode, buffers))
+        if batch.prefill is not None:
+            groups.append(GroupPlan(batch.prefill))
+        if self._paged_as is not None:
+            for group in groups:
+                self._schedule(group, *self._paged_as)
+        return StepPlan(*groups)
+
+    def plan_in_place(self, batch: AttentionBatch) -> PlanInPlace | None:
+        """As `TritonMLA.plan_in_place`."""
+        if self._paged_as is None or self._deterministic or batch.decode is None:
+            return None
+        _, split = self._cut(batch.decode, *self._paged_as)
+        return PlanInPlace(batch.decode, self._paged_as[0], split)
+
+    def _cut(
+        self, queries: PagedQueries, per_group: int, num_groups: int, width: int, dtype: torch.dtype
+    ) -> tuple[PagedTile, Split]:
+        tile = paged_tile(self._rows(queries, per_group), width, dtype)
+        return tile, self._split(tile, queries.slot_table.device, tile.programs, num_groups)
+
+    def _schedule(
+        self, group: GroupPlan, per_group: int, num_groups: int, width: int, dtype: torch.dtype
+    ) -> tuple[PagedTile, Schedule]:
+        tile, split = self._cut(group.queries, per_group, num_groups, width, dtype)
+        return tile, group.schedule(per_group, split)
+
+    def paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: object
+    ) -> Tensor:
+        num_groups = k_cache.shape[1]
+        self._paged_as = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
+        tile, segments = self._schedule(_find(plan, queries), *self._paged_as)
+        return paged_attention(q, k_cache, v_cache, queries, segments, tile, scale)
+
+
+def _record_form(width: int) -> tuple[int, int, int]:
+    """(form, C, P) of FP8 records of `width` bytes with 64 rotary channels.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    for latent in (128, 256, 512, 1024):
+        for form in (FP8_TOKEN, FP8_GROUPS):
+            if record_bytes(form, latent, 64) == width:
+                return form, latent, 64
+    raise ValueError(f"no FP8 record has {width} bytes")

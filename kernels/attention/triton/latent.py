@@ -1,0 +1,302 @@
+"""MLA in the absorbed form: few query tokens against the paged latent, one program a segment of `schedule`.
+
+Keys are the latent and the rotary channels, values the latent alone: a tile is read once and serves both products. The
+slots of the next tile are loaded while this one is worked on, so that its addresses are known when its copies start.
+Rows are (query token, head) pairs, one behind the other in q and in the output.
+
+Legend: T query tokens, H heads, C kv_lora_rank, P rotary width, N segments; M, N rows and context tokens of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.attention.latent_records import (
+    FP8_GROUPS,
+    FP8_RANGE,
+    FP8_TOKEN,
+    GROUP,
+    PLAIN,
+    scales_offset,
+)
+from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.schedule import RECORD, Schedule
+from moe_engine.kernels.attention.triton.merge import merge_partials
+from moe_engine.kernels.attention.triton.tiles import (
+    LOWEST,
+    columns,
+    finish,
+    hide,
+    next_slots,
+    softmax_step,
+    stored_columns,
+    stored_numbers,
+)
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import element
+
+LOG2_E = 1.4426950408889634
+
+_RECORD = tl.constexpr(RECORD)
+_TOKEN, _GROUPS, _GROUP = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(GROUP)
+
+
+@dataclass(frozen=True)
+class LatentTile:
+    """M rows, N context tokens; the latent is cut into `parts` products of columns, narrow ones needing fewer registers
+    for addresses and results.
+
+    With `shares` 2, two programs compute the same scores and each a half of the values: 64 or 128 rows by all 512
+    columns fit the registers of no multiprocessor, and 32 rows leave tensor cores idle.
+    """
+
+    block_m: int
+    block_n: int
+    parts: int
+    shares: int
+    num_warps: int
+    num_stages: int
+
+
+def latent_tile(num_rows: int, dtype: torch.dtype, form: int = PLAIN) -> LatentTile:
+    """The tile for requests of at most `num_rows` rows, q being `dtype`; chosen by what fits registers and shared
+    memory (227 KiB) of sm_90 and sm_100, not by measurement."""
+    if dtype == torch.float32:
+        return LatentTile(16, 16, 8, 2, 8, 2)
+    if form != PLAIN:
+        if num_rows <= 16:
+            return LatentTile(16, 64, 2, 1, 8, 3)
+        if num_rows <= 32:
+            return LatentTile(32, 32, 2, 1 if form == FP8_TOKEN else 2, 8, 3)
+        return LatentTile(128, 16 if form == FP8_TOKEN else 32, 4, 2, 8, 2)
+    if num_rows <= 16:
+        return LatentTile(16, 64, 2, 1, 4, 3)
+    if num_rows <= 32:
+        return LatentTile(32, 64, 2, 1, 8, 3)
+    if num_rows <= 64:
+        return LatentTile(64, 32, 4, 2, 4, 4)
+    return LatentTile(128, 32, 4, 2, 8, 2)
+
+
+@triton.jit
+def _latent_part(
+    cache, offset, first,
+    LATENT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[N, WIDTH] DTYPE: numbers [first, first + WIDTH) of the latent at `cache + offset`, scaled in `FP8_GROUPS`."""
+    values = columns(cache, offset, first, LATENT, WIDTH, PADDED)
+    if KV_FORMAT != _GROUPS:
+        values = stored_numbers(values, KV_FORMAT, DTYPE)
+    else:
+        floats = cache.to(tl.pointer_type(tl.float32)) + (offset // 4)[:, None]
+        NUM: tl.constexpr = WIDTH // _GROUP if WIDTH > _GROUP else 1
+        group = first // _GROUP + tl.arange(0, NUM)
+        scale = tl.load(floats + LATENT // 4 + group[None, :])
+        numbers = stored_numbers(values, KV_FORMAT, tl.float32)
+        if NUM == 1:
+            values = (numbers * scale).to(DTYPE)
+        else:
+            wide = tl.reshape(numbers, [numbers.shape[0], NUM, _GROUP]) * scale[:, :, None]
+            values = tl.reshape(wide.to(DTYPE), [numbers.shape[0], WIDTH])
+    return values
+
+
+@triton.jit
+def _rotary_part(
+    cache, offset,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_P: tl.constexpr, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[N, BLOCK_P] DTYPE: the rotary channels, without their scale in `FP8_TOKEN`."""
+    if KV_FORMAT == _GROUPS:
+        halves = cache.to(tl.pointer_type(tl.bfloat16)) + LATENT // 2 + LATENT // _GROUP * 2
+        values = columns(halves, offset // 2, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P).to(DTYPE)
+    else:
+        values = stored_columns(cache + LATENT, offset, 0, ROTARY, BLOCK_P, KV_FORMAT, DTYPE)
+    return values
+
+
+@triton.jit
+def _first(i, own, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """The first column of part i of a program whose own part of the values begins with part `own`."""
+    return (i + own) % PARTS * WIDTH
+
+
+@triton.jit
+def _store(
+    out, mixed, norm, row, left, share,
+    LATENT: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The share's columns of rows below `left`, or with WHOLE of all, divided by their sums."""
+    for i in tl.static_range(OWN):
+        column = _first(i, share * OWN, PARTS, WIDTH) + tl.arange(0, WIDTH)
+        place = out + row[:, None] * LATENT + column[None, :]
+        values = (mixed[i] * norm[:, None]).to(out.dtype.element_ty)
+        if WHOLE and PARTS * WIDTH == LATENT:
+            tl.store(place, values)
+        else:
+            tl.store(place, values, (row < left)[:, None] & (column < LATENT)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "visible"])
+def latent_kernel(
+    q, cache, out, partial, lse, segments, rows, table, visible,
+    q_stride, cache_stride, table_stride, scale,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    PARTS: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KV_FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q [T * H, C + P], cache [slots, .] -> out [T * H, C], or partial [., M, C] and lse [., M] to base 2.
+
+    `scale` is that of the scores times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: where `FP8_TOKEN`
+    has its scales.
+    """
+    record = segments + tl.program_id(0) * _RECORD
+    left = tl.load(record + 2)
+    if left > 0:
+        WIDTH: tl.constexpr = BLOCK_C // PARTS
+        OWN: tl.constexpr = PARTS // SHARES
+        PADDED: tl.constexpr = BLOCK_C != LATENT
+        WHOLE: tl.constexpr = HEADS % BLOCK_M == 0  # blocks have all their rows, and these are of one token
+        dtype: tl.constexpr = q.dtype.element_ty
+        token, first_row = tl.load(record + 1), tl.load(record + 3)
+        begin, stop = tl.load(record + 5), tl.load(record + 6)
+        row = tl.arange(0, BLOCK_M)
+        q_token = q + (token.to(tl.int64) * HEADS + first_row) * q_stride
+        place = (row if WHOLE else tl.minimum(row, left - 1)) * q_stride
+        q_rotary = columns(q_token + LATENT, place, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P)
+        share = tl.program_id(1)
+        q_parts = ()
+        for i in tl.static_range(PARTS):
+            q_parts = q_parts + (columns(q_token, place, _first(i, share * OWN, PARTS, WIDTH), LATENT, WIDTH, PADDED),)  # type: ignore[assignment]
+        mixed = ()
+        for _ in tl.static_range(OWN):
+            mixed = mixed + (tl.zeros([BLOCK_M, WIDTH], tl.float32),)  # type: ignore[assignment]
+        inner = first_row // HEADS  # the rows' query token in their request
+        if not WHOLE:
+            inner += (first_row % HEADS + tl.minimum(row, left - 1)) // HEADS
+        limit = tl.load(record + 4) + inner
+        word = limit
+        if TREE:
+            word = tl.load(visible + token + inner)
+        before = tl.load(record + 4) - 1
+        best = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
+        inside = tl.arange(0, BLOCK_N)
+        slots = next_slots(table_row, begin + inside, stop)
+        for start in range(begin, stop, BLOCK_N):
+            offset = (slots.to(tl.int64) if WIDE else slots) * cache_stride
+            slots = next_slots(table_row, start + BLOCK_N + inside, stop)
+            rotary = _rotary_part(cache, offset, LATENT, ROTARY, BLOCK_P, KV_FORMAT, dtype)
+            scores = tl.dot(q_rotary, tl.trans(rotary), input_precision=PRECISION)
+            if KV_FORMAT == _TOKEN:
+                floats = cache.to(tl.pointer_type(tl.float32)) + offset // 4 + SCALES // 4
+                of_latent = tl.load(floats)[None, :]
+                scores = scores * (tl.load(floats + 1)[None, :] / of_latent)
+            latent = ()
+            for i in tl.static_range(PARTS):
+                first = _first(i, share * OWN, PARTS, WIDTH)
+                latent = latent + (_latent_part(cache, offset, first, LATENT, WIDTH, PADDED, KV_FORMAT, dtype),)  # type: ignore[assignment]
+                scores = tl.dot(q_parts[i], tl.trans(latent[i]), scores, input_precision=PRECISION)
+            if KV_FORMAT == _TOKEN:
+                scores = scores * of_latent
+            scores = hide(scores, start + inside, limit, word, before, stop, TREE, WHOLE)
+            weights, best, total, decay = softmax_step(scores, best, total, scale)
+            if KV_FORMAT == _TOKEN:
+                weights = weights * of_latent
+            weights = weights.to(dtype)
+            new = ()
+            for i in tl.static_range(OWN):
+                new = new + (tl.dot(weights, latent[i], mixed[i] * decay[:, None], input_precision=PRECISION),)  # type: ignore[assignment]
+            mixed = new
+        norm, log_sum = finish(best, total)
+        target = tl.load(record + 7)
+        if target < 0:
+            rows_before = token.to(tl.int64) * HEADS + first_row
+            _store(out + rows_before * LATENT, mixed, norm, row, left, share, LATENT, PARTS, WIDTH, OWN, WHOLE)
+        else:
+            rows_before = target.to(tl.int64) * BLOCK_M
+            _store(partial + rows_before * LATENT, mixed, norm, row, left, share, LATENT, PARTS, WIDTH, OWN, WHOLE)
+            tl.store(lse + target * BLOCK_M + row, log_sum)
+
+
+def latent_attention(
+    q: Tensor, cache: Tensor, queries: PagedQueries, schedule: Schedule, tile: LatentTile, scale: float, latent: int,
+    form: int,
+) -> Tensor:  # fmt: skip
+    """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronisation.
+
+    Args:
+        schedule: of these queries, H rows a token, with the tile's blocks.
+        form: of the cache's rows, from `latent_records.form_of`.
+
+    Raises:
+        ValueError: if the cache has numbers of another dtype, or strided rows.
+    """
+    num_tokens, heads, width = q.shape
+    if cache.stride(-1) != 1 or (form == PLAIN and cache.dtype != q.dtype):
+        raise ValueError(f"queries are {q.dtype}, the cache is {cache.dtype} with strides {cache.stride()}")
+    cache = cache if form == PLAIN else cache.view(torch.uint8)
+    out = q.new_empty(num_tokens, heads, latent)
+    if num_tokens == 0:
+        return out
+    if q.stride(2) != 1 or (q.stride(0) != heads * q.stride(1) and num_tokens > 1):
+        q = q.contiguous()
+    partial = q.new_empty(max(1, schedule.num_partials), 1, tile.block_m, latent, dtype=torch.float32)
+    lse = partial.new_empty(partial.shape[:3])
+    latent_kernel[(len(schedule.segments), tile.shares)](
+        q, cache, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible,
+        q.stride(1), cache.stride(0), queries.slot_table.stride(0), scale * LOG2_E,
+        **_constants(heads, latent, width - latent, tile, form, queries.visible is not None, q.dtype),
+        WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    merge_partials(partial, lse, schedule, out)
+    return out
+
+
+def _constants(
+    heads: int, latent: int, rotary: int, tile: LatentTile, form: int, tree: bool, dtype: torch.dtype
+) -> dict[str, object]:
+    block_c = max(16 * tile.parts, next_power_of_2(latent))  # a part has 16 columns at least
+    return {
+        "HEADS": heads, "LATENT": latent, "ROTARY": rotary, "BLOCK_C": block_c,
+        "BLOCK_P": max(16, next_power_of_2(rotary)), "PARTS": tile.parts, "SHARES": tile.shares,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "KV_FORMAT": form, "SCALES": scales_offset(latent, rotary),
+        "TREE": tree, "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee",
+    }  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek V3 (128 heads, and 16 of 8 ranks) and V2-Lite (16 heads), one to eight query tokens."""
+    cases = []
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for heads, tokens, dtype, form, tree in (
+        (128, 1, bf16, PLAIN, False), (128, 2, bf16, PLAIN, True), (16, 1, bf16, PLAIN, False),
+        (16, 2, bf16, PLAIN, False), (16, 4, bf16, PLAIN, False), (16, 8, bf16, PLAIN, True),
+        (128, 1, bf16, FP8_TOKEN, False), (128, 1, bf16, FP8_GROUPS, False), (16, 1, bf16, FP8_TOKEN, False),
+        (16, 1, bf16, FP8_GROUPS, False), (16, 2, bf16, FP8_TOKEN, False), (16, 2, bf16, FP8_GROUPS, False),
+        (16, 1, bf16, FP8_RANGE, False), (16, 1, fp32, PLAIN, False),
+    ):  # fmt: skip
+        tile = latent_tile(heads * tokens, dtype, form)
+        kind, stored = f"*{element(dtype)}", "*u8" if form != PLAIN else f"*{element(dtype)}"
+        signature = {
+            "q": kind, "cache": stored, "out": kind, "partial": "*fp32", "lse": "*fp32", "segments": "*i32",
+            "rows": "*i32:1", "table": "*i32", "visible": "*i64:1", "q_stride": "i32:16", "cache_stride": "i32:16",
+            "table_stride": "i32:16", "scale": "fp32",
+        }  # fmt: skip
+        constants = {**_constants(heads, 512, 64, tile, form, tree, dtype), "WIDE": False}
+        if not tree:
+            del signature["visible"]
+            constants["visible"] = None
+        form_name = (element(dtype), "fp8 token records", "fp8 group records", "e5m2")[form]
+        name = f"latent attention, {heads} heads, {tokens} tokens, {form_name}{', tree' if tree else ''}"
+        cases.append(AotCase(name, latent_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
+    large = [case for case in cases if "group records" in case.name]  # whose pools come to 2^31 bytes on one GPU
+    wide = (replace(case, name=f"{case.name}, wide", constants={**case.constants, "WIDE": True}) for case in large)
+    return [*cases, *wide]

@@ -1,0 +1,214 @@
+"""Grouped-query attention over paged keys and values, for decode and prefill: one program a segment of `schedule` and
+KV head. Rows are (query token, head of the group) pairs, so a tile of keys serves all heads that share it.
+
+Legend: T query tokens, H heads, G KV heads, D head width, N segments; M, N rows and context tokens of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.attention.head_records import form_of
+from moe_engine.kernels.attention.kv_format import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
+from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.schedule import RECORD, Schedule
+from moe_engine.kernels.attention.triton.merge import merge_partials
+from moe_engine.kernels.attention.triton.tiles import (
+    LOWEST,
+    columns,
+    finish,
+    hide,
+    next_slots,
+    softmax_step,
+    stored_columns,
+)
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import element
+
+LOG2_E = 1.4426950408889634
+
+_RECORD = tl.constexpr(RECORD)
+_TOKEN = tl.constexpr(FP8_TOKEN)
+
+
+@dataclass(frozen=True)
+class PagedTile:
+    """M rows, N context tokens, and how many programs a multiprocessor holds at once."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+def paged_tile(num_rows: int, width: int, dtype: torch.dtype) -> PagedTile:
+    """The tile for requests of at most `num_rows` rows; chosen by what fits registers and shared memory of sm_90 and
+    sm_100, not by measurement."""
+    if dtype == torch.float32 or width > 128:
+        return PagedTile(16, 32, 4, 2, 1)
+    if num_rows <= 16:
+        return PagedTile(16, 64, 4, 3, 2)
+    if num_rows <= 64:
+        return PagedTile(64, 64, 4, 3, 2)
+    return PagedTile(128, 64, 8, 3, 1)
+
+
+@triton.jit
+def _head_scales(cache, offset, SCALE: tl.constexpr):
+    """[N]: the scales of the records at `cache + offset`."""
+    return tl.load((cache + offset + SCALE).to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "visible"])
+def paged_kernel(
+    q, keys, values, out, partial, lse, segments, rows, table, visible,
+    q_token_stride, q_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, table_stride, scale,
+    PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KV_FORMAT: tl.constexpr, SCALE: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> out [T, H, D], or partial [., G, M, D] and
+    lse [., G, M] to base 2.
+
+    `scale` is that of the scores times log2(e). WIDE: a cache has 2^31 elements or more. SCALE: where a record has its
+    own.
+    """
+    record = segments + tl.program_id(0) * _RECORD
+    left = tl.load(record + 2)
+    if left > 0:
+        dtype: tl.constexpr = q.dtype.element_ty
+        group, groups = tl.program_id(1), tl.num_programs(1)
+        token, first_row = tl.load(record + 1).to(tl.int64), tl.load(record + 3)
+        begin, stop = tl.load(record + 5), tl.load(record + 6)
+        row = tl.arange(0, BLOCK_M)
+        inner = first_row + tl.minimum(row, left - 1)
+        query = inner // PER_GROUP  # the row's query token in its request
+        place = query.to(tl.int64) * q_token_stride + inner % PER_GROUP * q_head_stride
+        q_group = q + token * q_token_stride + group * PER_GROUP * q_head_stride
+        rotated = columns(q_group, place, 0, WIDTH, BLOCK, WIDTH != BLOCK)
+        limit = tl.load(record + 4) + query
+        word = limit
+        if TREE:
+            word = tl.load(visible + token + query)
+        before = tl.load(record + 4) - 1
+        best = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        mixed = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+        table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
+        inside = tl.arange(0, BLOCK_N)
+        slots = next_slots(table_row, begin + inside, stop)
+        for start in range(begin, stop, BLOCK_N):
+            slot = slots.to(tl.int64) if WIDE else slots
+            slots = next_slots(table_row, start + BLOCK_N + inside, stop)
+            own_keys, own_values = keys + group * key_head_stride, values + group * value_head_stride
+            key = stored_columns(own_keys, slot * key_stride, 0, WIDTH, BLOCK, KV_FORMAT, dtype)
+            scores = tl.dot(rotated, tl.trans(key), input_precision=PRECISION)
+            if KV_FORMAT == _TOKEN:
+                scores = scores * _head_scales(own_keys, slot * key_stride, SCALE)[None, :]
+            scores = hide(scores, start + inside, limit, word, before, stop, TREE, False)
+            weights, best, total, decay = softmax_step(scores, best, total, scale)
+            if KV_FORMAT == _TOKEN:
+                weights = weights * _head_scales(own_values, slot * value_stride, SCALE)[None, :]
+            value = stored_columns(own_values, slot * value_stride, 0, WIDTH, BLOCK, KV_FORMAT, dtype)
+            mixed = tl.dot(weights.to(value.dtype), value, mixed * decay[:, None], input_precision=PRECISION)
+        norm, log_sum = finish(best, total)
+        mixed = mixed * norm[:, None]
+        column = tl.arange(0, BLOCK)
+        live = (row < left)[:, None] & (column < WIDTH)[None, :]
+        target = tl.load(record + 7)
+        if target < 0:
+            head = group * PER_GROUP + inner % PER_GROUP
+            out_row = query.to(tl.int64) * groups * PER_GROUP + head
+            base = out + token * groups * PER_GROUP * WIDTH
+            tl.store(base + out_row[:, None] * WIDTH + column[None, :], mixed.to(out.dtype.element_ty), live)
+        else:
+            partial_row = (target * groups + group) * BLOCK_M + row
+            tl.store(partial + partial_row.to(tl.int64)[:, None] * WIDTH + column[None, :], mixed, live)
+            tl.store(lse + partial_row, log_sum)
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, schedule: Schedule, tile: PagedTile, scale: float
+) -> Tensor:
+    """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> [T, H, D]. No host synchronisation.
+
+    Args:
+        schedule: of these queries, H / G rows a token, with the tile's blocks.
+
+    Raises:
+        ValueError: if dtypes differ or head widths are strided.
+    """
+    num_tokens, heads, width = q.shape
+    form = form_of(keys, width)
+    for cache in (keys, values):
+        alike = cache.dtype == q.dtype if form == PLAIN else form_of(cache, width) == form
+        if not alike or cache.stride(-1) != 1:
+            raise ValueError(f"queries are {q.dtype}, the cache is {cache.dtype} with strides {cache.stride()}")
+    if form != PLAIN:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    groups = keys.shape[1]
+    out = q.new_empty(num_tokens, heads, width)
+    if num_tokens == 0:
+        return out
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    partial = q.new_empty(max(1, schedule.num_partials), groups, tile.block_m, width, dtype=torch.float32)
+    lse = partial.new_empty(partial.shape[:3])
+    paged_kernel[(len(schedule.segments), groups)](
+        q, keys, values, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible,
+        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        queries.slot_table.stride(0), scale * LOG2_E,
+        **_constants(heads // groups, width, tile, form, queries.visible is not None, q.dtype),
+        WIDE=max(c.shape[0] * c.stride(0) for c in (keys, values)) >= 1 << 31,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    merge_partials(partial, lse, schedule, out)
+    return out
+
+
+def _constants(
+    per_group: int, width: int, tile: PagedTile, form: int, tree: bool, dtype: torch.dtype
+) -> dict[str, object]:
+    return {
+        "PER_GROUP": per_group, "WIDTH": width, "BLOCK": max(16, next_power_of_2(width)), "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n, "KV_FORMAT": form, "SCALE": head_scale_offset(width), "TREE": tree,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee",
+    }  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    """Llama-3-8B (4 heads a KV head), Qwen3 (8, 64 wide and 128), decode, verification and prefill."""
+    cases = []
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for per_group, width, tokens, dtype, form, tree in (
+        (4, 128, 1, bf16, PLAIN, False), (4, 128, 8, bf16, PLAIN, True), (4, 128, 512, bf16, PLAIN, False),
+        (8, 128, 1, bf16, PLAIN, False), (8, 128, 512, bf16, PLAIN, False), (2, 64, 1, bf16, PLAIN, False),
+        (2, 64, 512, bf16, PLAIN, False), (4, 128, 1, fp32, PLAIN, False), (4, 128, 1, bf16, FP8_TOKEN, False),
+        (4, 128, 512, bf16, FP8_TOKEN, False), (4, 128, 1, bf16, FP8_RANGE, False),
+    ):  # fmt: skip
+        tile = paged_tile(per_group * tokens, width, dtype)
+        kind = f"*{element(dtype)}"
+        stored = kind if form == PLAIN else "*u8"
+        strides = ("q_token", "q_head", "key", "key_head", "value", "value_head", "table")
+        signature = {
+            **dict.fromkeys(("q", "out"), kind), **dict.fromkeys(("keys", "values"), stored), "partial": "*fp32",
+            "lse": "*fp32",
+            "segments": "*i32", "rows": "*i32:1", "table": "*i32", "visible": "*i64:1",
+            **{f"{name}_stride": "i32:16" for name in strides}, "scale": "fp32",
+        }  # fmt: skip
+        if form == FP8_TOKEN:  # records are a multiple of 4 bytes long
+            signature |= dict.fromkeys(("key_stride", "key_head_stride", "value_stride", "value_head_stride"), "i32")
+        constants = {**_constants(per_group, width, tile, form, tree, dtype), "WIDE": False}
+        if not tree:
+            del signature["visible"]
+            constants["visible"] = None
+        rows = (element(dtype), "fp8 records", "", "e5m2")[form]
+        name = f"paged attention, {per_group} heads of {width}, {tokens} tokens, {rows}{', tree' * tree}"
+        cases.append(AotCase(name, paged_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
+    return cases

@@ -1,0 +1,1 @@
+"""Attention of vendor libraries: FlashMLA, FlashInfer, FlashAttention 3."""

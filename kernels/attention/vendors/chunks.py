@@ -1,0 +1,60 @@
+"""Parts of long contexts for libraries whose attention returns a log-sum-exp: what their adapters share.
+
+Legend: H query heads, N qk_nope, P rotary width, V v_head, S keys of all requests.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention import parts
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.vendors.paging import SLOTS, StepPlan
+
+
+class PartPlan(StepPlan):
+    """A part of the contexts of some requests, and what an adapter remembers of it for all layers."""
+
+    def __init__(self, part: parts.Part) -> None:
+        super().__init__(AttentionBatch(None, part.queries))
+        self.part = part
+        self.get(part.queries, SLOTS, part.slots)
+
+
+class MergesParts:
+    """`ExpandsParts` but for `expanded_part`."""
+
+    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> PartPlan:
+        """As the protocol says. Raises ValueError for parts that one causal mask, or none, does not do."""
+        return PartPlan(parts.Part(queries, first_keys, key_lens))
+
+    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        _merge(out.device)(out, lse, other, other_lse)
+
+
+@lru_cache
+def compile_merge(dtype: torch.dtype, width: int, device: torch.device) -> None:
+    """Runs the merge of values so wide once. For the first prompt, before a launch serves: with the first long one,
+    others would wait for the compiler."""
+    out, lse = torch.zeros(1, 1, width, dtype=dtype, device=device), torch.zeros(1, 1, device=device)
+    _merge(device)(out, lse, out.clone(), lse.clone())
+
+
+def keys_and_values(kv: Tensor, k_rope: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """kv [S, H, N+V] and k_rope [S, P] -> keys [S, H, N+P], a copy, and values [S, H, V], a view."""
+    return torch.cat((kv[..., :nope], k_rope.unsqueeze(1).expand(-1, kv.shape[1], -1)), -1), kv[..., nope:]
+
+
+def _merge(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """In Triton where that is installed and the tensors are on a GPU, else in torch."""
+    if device == torch.device("cpu"):
+        return parts.merge_parts
+    try:
+        return importlib.import_module("moe_engine.kernels.attention.triton.merge").merge_chunk
+    except ImportError:
+        return parts.merge_parts

@@ -1,0 +1,187 @@
+"""FlashAttention 3 (Hopper): MLA and GQA over pages of any size, and varlen attention over expanded keys.
+
+MLA's absorbed form is its `qv` product: scores are q_rope . k_rope + q_latent . latent, values are the latent.
+Legend: T query tokens, H query heads, G KV heads, N qk_nope, P rotary width, C kv_lora_rank, V v_head, R requests,
+S context tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention import limits
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan, compile_merge, keys_and_values
+from moe_engine.kernels.attention.vendors.in_place import Room, TableInPlace
+from moe_engine.kernels.attention.vendors.paging import (
+    TABLE,
+    Paged,
+    StepPlan,
+    as_pages,
+    gathered_slots,
+    plan_of,
+    prefix_sums,
+)
+from moe_engine.kernels.attention.vendors.trees import Tree
+from moe_engine.kernels.attention.workspaces import fa3_splits
+from moe_engine.kernels.vendors.probe import FA3, accepts
+
+_LSE_KEYWORDS = ("return_softmax_lse", "return_attn_probs")
+"""Of `flash_attn_varlen_func`, in sgl_kernel and in hopper/flash_attn_interface.py."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The arguments that every layer passes on for a group of queries."""
+
+    paged: Paged
+    table: Tensor  # [R, W] int32: page numbers
+    tree: Tree | None
+
+    @classmethod
+    def of(cls, queries: PagedQueries, plan: StepPlan) -> _Group:
+        tree = None if queries.visible is None else Tree.of(queries)
+        paged = Paged.of(queries, before=tree is not None)
+        return cls(paged, plan.get(queries, TABLE, lambda: paged.table), tree)
+
+    def arguments(self, heads: int, value_width: int) -> dict[str, Any]:
+        """Of a layer with so many query heads and values so wide."""
+        paged = self.paged
+        return {
+            "cache_seqlens": paged.kv_lens_device,
+            "page_table": self.table,
+            "cu_seqlens_q": paged.query_starts,
+            "max_seqlen_q": max(paged.query_lens),
+            "causal": self.tree is None,
+            "num_splits": fa3_splits(paged.num_tokens, heads, value_width),
+        }
+
+
+class _Backend:
+    name = "fa3"
+
+    def __init__(self, module: Any | None = None) -> None:
+        self._lib = FA3.load() if module is None else FA3.check(module)
+        self._room = Room()
+
+    def plan(self, batch: AttentionBatch) -> StepPlan:
+        plan = StepPlan(batch)
+        for queries in (batch.decode, batch.prefill):
+            if queries is not None and queries.num_tokens:
+                self._group(plan, queries)
+        return plan
+
+    def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | None:
+        """As `Replayable` says: the library shares out work on the device, in the launch itself."""
+        return None if batch.decode is None else TableInPlace(batch, batch.decode, self._room)
+
+    def _group(self, plan: Any, queries: PagedQueries) -> _Group:
+        known = plan_of(plan)
+        return known.get(queries, "group", lambda: _Group.of(queries, known))
+
+    def _run(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Any:
+        arguments = group.arguments(q.shape[1], values.shape[-1])
+        return self._lib.flash_attn_with_kvcache(q, keys, values, **arguments, **options)
+
+    def _with_lse(self, group: _Group, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """out [T, H, *] and its log-sum-exp [T, H] (natural)."""
+        out, lse, *_ = self._run(group, *tensors, return_softmax_lse=True, **options)
+        return out, lse.transpose(0, 1)  # the library's is [H, T]
+
+
+class FA3MLA(MergesParts, _Backend):
+    """`MLABackend` and `ExpandsParts`. Raises ImportError where the library is not here or lacks what is called."""
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says; C at least 256 and P at most 64."""
+        latent = q.shape[2] - 64 if value_width is None else value_width
+        rotary = q.shape[2] - latent
+        _refuse(limits.fa3_absorbed(latent, rotary))
+        if not q.shape[0]:
+            return q.new_empty(0, q.shape[1], latent)
+        group = self._group(plan, queries)
+        pages = as_pages(cache, queries.page_size).unsqueeze(2)  # [pages, page_size, 1, C+P]
+        parts = q[..., latent:], pages[..., latent:], pages[..., :latent]
+        options: dict[str, Any] = {"qv": q[..., :latent], "softmax_scale": scale}
+        if group.tree is None:
+            return self._run(group, *parts, **options)
+        out, lse = self._with_lse(group, *parts, **options)
+        keys = cache.unsqueeze(1)
+        return group.tree.merge(out, lse, *group.tree.attend(q, keys, keys[..., :latent], scale))
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        return torch.index_select(cache, 0, gathered_slots(plan, queries), out=out)
+
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        queries.refuse_tree("expanded")
+        value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
+        _refuse(limits.fa3_expanded(q.shape[2], value))
+        compile_merge(q.dtype, value, q.device)
+        if not q.shape[0]:
+            return q.new_empty(0, q.shape[1], value)
+        starts = plan_of(plan).get(queries, "context_starts", lambda: _context_starts(queries))
+        out = self._varlen(q, kv, k_rope, queries, starts, queries.context_lens, scale, causal=True)
+        return out[0] if isinstance(out, tuple) else out  # some builds add the log-sum-exp unasked
+
+    def expanded_part(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    ) -> tuple[Tensor, Tensor]:
+        part, queries = plan.part, plan.part.queries
+        starts = plan.get(queries, "key_starts", lambda: prefix_sums(list(part.key_lens), q.device))
+        out, lse, *_ = self._varlen(
+            q, kv, k_rope, queries, starts, part.key_lens, scale, causal=part.causal, **self._lse_asked
+        )
+        return out, lse.transpose(0, 1).contiguous()  # the library's is [H, T], natural
+
+    @cached_property
+    def _lse_asked(self) -> dict[str, bool]:
+        """What makes the varlen function return a log-sum-exp; nothing in builds that always do."""
+        return {name: True for name in _LSE_KEYWORDS if accepts(self._lib.flash_attn_varlen_func, name)}
+
+    def _varlen(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, starts: Tensor, key_lens: Sequence[int],
+        scale: float, **options: Any,
+    ) -> Any:  # fmt: skip
+        keys, values = keys_and_values(kv, k_rope, q.shape[2] - k_rope.shape[1])
+        return self._lib.flash_attn_varlen_func(
+            q, keys, values, cu_seqlens_q=queries.query_starts, cu_seqlens_k=starts,
+            max_seqlen_q=max(queries.query_lens), max_seqlen_k=max(key_lens), softmax_scale=scale, **options,
+        )  # fmt: skip
+
+
+class FA3GQA(_Backend):
+    """`GQABackend`. Raises ImportError where the library is not here or lacks what is called."""
+
+    def paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
+    ) -> Tensor:
+        _refuse(limits.fa3_paged(q.shape[2]))
+        if not q.shape[0]:
+            return q.new_empty(q.shape)
+        group = self._group(plan, queries)
+        pages = as_pages(k_cache, queries.page_size), as_pages(v_cache, queries.page_size)
+        if group.tree is None:
+            return self._run(group, q, *pages, softmax_scale=scale)
+        out, lse = self._with_lse(group, q, *pages, softmax_scale=scale)
+        return group.tree.merge(out, lse, *group.tree.attend(q, k_cache, v_cache, scale))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise ValueError(reason)
+
+
+def _context_starts(queries: PagedQueries) -> Tensor:
+    """[R+1] int32 on the device."""
+    lens = queries.context_lens_device
+    return torch.cat((lens.new_zeros(1), lens.cumsum(0))).to(torch.int32)

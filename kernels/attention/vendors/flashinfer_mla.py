@@ -1,0 +1,246 @@
+"""MLA by FlashInfer: the absorbed form by its MLA wrapper, the expanded form by its ragged prefill wrapper.
+
+Plans need numbers that the engine knows at the layers only (heads, scale, dtypes). The first step plans at its first
+layer; later steps plan ahead, in `plan` and `plan_part`, with the numbers seen last.
+Legend: T query tokens, H query heads, N qk_nope, P rotary width, C kv_lora_rank, V v_head, S context tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.attention import limits
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan, compile_merge, keys_and_values
+from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
+from moe_engine.kernels.attention.vendors.in_place import Room
+from moe_engine.kernels.attention.vendors.paging import (
+    Paged,
+    StepPlan,
+    as_pages,
+    gathered_slots,
+    host_ints,
+    plan_of,
+    prefix_sums,
+)
+from moe_engine.kernels.attention.vendors.trees import Tree
+from moe_engine.kernels.attention.workspaces import FLASHINFER_SMALL_PLAN_BYTES, flashinfer_ragged_plan_bytes
+from moe_engine.kernels.device import probe
+from moe_engine.kernels.vendors.probe import FLASHINFER
+
+HOPPER = 9
+
+
+@dataclass(frozen=True)
+class _Absorbed:
+    """What a plan of the absorbed form depends on besides the queries."""
+
+    heads: int
+    latent: int
+    rotary: int
+    scale: float
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Expanded:
+    heads: int
+    key_width: int
+    value_width: int
+    scale: float
+    dtype: torch.dtype
+
+
+class FlashInferMLA(MergesParts):
+    """`MLABackend`, `Replayable` and `ExpandsParts` over `BatchMLAPagedAttentionWrapper` and
+    `BatchPrefillWithRaggedKVCacheWrapper`.
+
+    Args:
+        module: the library; default: the installed one.
+        major: compute capability of the GPU; default: of the one here.
+
+    Raises:
+        ImportError: it is not here or lacks what is called.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, module: Any | None = None, major: int | None = None) -> None:
+        self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
+        self._major = major
+        self._room = Room()
+        self._wrappers: dict[Any, Wrappers] = {}
+        self._absorbed: _Absorbed | None = None
+        self._expanded: _Expanded | None = None
+        self._ragged: WeakValueDictionary[tuple[Any, ...], Planned] = WeakValueDictionary()
+
+    def plan(self, batch: AttentionBatch) -> StepPlan:
+        plan = StepPlan(batch)
+        if self._absorbed is not None and batch.decode is not None and batch.decode.num_tokens:
+            self._plan_absorbed(plan, batch.decode, self._absorbed)
+        if self._expanded is not None and batch.prefill is not None and batch.prefill.num_tokens:
+            self._plan_expanded(plan, batch.prefill, self._expanded)
+        return plan
+
+    def plan_in_place(self, batch: AttentionBatch) -> WrapperInPlace | None:
+        """As `Replayable` says; for layers like the last that ran."""
+        queries, form = batch.decode, self._absorbed
+        if queries is None or form is None:
+            return None
+        lists = Lists.of(queries, self._room)
+        major = self._major or (probe("cuda").capability or (0, 0))[0]
+        wrapper = self._lib.mla.BatchMLAPagedAttentionWrapper(
+            workspace(queries.rows.device), use_cuda_graph=True, qo_indptr=lists.query_starts,
+            kv_indptr=lists.page_starts, kv_indices=lists.pages, kv_len_arr=lists.lens,
+            # elsewhere the library's choice may be kernels whose plans cannot be renewed
+            backend="auto" if major == HOPPER else "fa2",
+        )  # fmt: skip
+        return WrapperInPlace(batch, queries, form, wrapper, lambda: self._arguments(Paged.of(queries), form))
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says; C must be a multiple of 128 and P one of 64."""
+        tokens, heads, width = q.shape
+        latent = width - 64 if value_width is None else value_width
+        reason = limits.flashinfer_absorbed(latent, width - latent)
+        if reason:
+            raise ValueError(reason)
+        if not tokens:
+            return q.new_empty(0, heads, latent)
+        # 64 or 128 query rows are a tile: heads that do not divide it are refused where a tile ends inside a token
+        padded = 1 << (heads - 1).bit_length()
+        form = _Absorbed(padded, latent, width - latent, scale, q.dtype, cache.dtype)
+        self._absorbed = form
+        planned = self._plan_absorbed(plan_of(plan), queries, form)
+        query = F.pad(q, (0, 0, 0, padded - heads)).contiguous()
+        pages = as_pages(cache, queries.page_size)
+        out = q.new_empty(tokens, padded, latent)
+        tree: Tree | None = planned.detail
+        if tree is None:
+            planned.wrapper.run(query=query, kv_cache=pages, out=out)
+            return out[:, :heads]
+        _, lse = planned.wrapper.run(
+            query=query, kv_cache=pages, out=out, return_lse=True, return_lse_base_on_e=True
+        )  # [T, H]
+        keys = cache.unsqueeze(1)
+        own, own_lse = tree.attend(q, keys, keys[..., :latent], scale)
+        return tree.merge(out[:, :heads], lse[:, :heads], own, own_lse)
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        return torch.index_select(cache, 0, gathered_slots(plan, queries), out=out)
+
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        queries.refuse_tree("expanded")
+        form = self._form_of(q, kv, k_rope, scale)
+        compile_merge(form.dtype, form.value_width, q.device)
+        if not q.shape[0]:
+            return q.new_empty(0, form.heads, form.value_width)
+        return self._run_ragged(self._plan_expanded(plan_of(plan), queries, form), q, kv, k_rope)
+
+    # -- `ExpandsParts`
+
+    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> PartPlan:
+        plan = super().plan_part(queries, first_keys, key_lens)
+        if self._expanded is not None:
+            self._plan_expanded_part(plan, self._expanded)
+        return plan
+
+    def expanded_part(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    ) -> tuple[Tensor, Tensor]:
+        planned = self._plan_expanded_part(plan, self._form_of(q, kv, k_rope, scale))
+        out, lse = self._run_ragged(planned, q, kv, k_rope, return_lse=True)
+        return out, lse.mul_(math.log(2))  # the library's is to base 2, of all its kernels
+
+    def _form_of(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float) -> _Expanded:
+        form = _Expanded(q.shape[1], q.shape[2], kv.shape[2] - q.shape[2] + k_rope.shape[1], scale, q.dtype)
+        reason = limits.flashinfer_expanded(form.key_width, form.value_width)
+        if reason:
+            raise ValueError(reason)
+        self._expanded = form
+        return form
+
+    def _run_ragged(self, planned: Planned, q: Tensor, kv: Tensor, k_rope: Tensor, **options: Any) -> Any:
+        keys, values = keys_and_values(kv, k_rope, q.shape[2] - k_rope.shape[1])
+        # strides are not promised; a copy is little beside the product
+        return planned.wrapper.run(q.contiguous(), keys, values.contiguous(), **options)
+
+    def _plan_absorbed(self, plan: StepPlan, queries: PagedQueries, form: _Absorbed) -> Planned:
+        return plan.get(queries, form, lambda: self._new_absorbed(queries, form))
+
+    def _new_absorbed(self, queries: PagedQueries, form: _Absorbed) -> Planned:
+        tree = None if queries.visible is None else Tree.of(queries)
+        paged = Paged.of(queries, before=tree is not None)
+        buffer = workspace(queries.rows.device)
+        make = self._lib.mla.BatchMLAPagedAttentionWrapper
+        wrappers = self._wrappers.setdefault("absorbed", Wrappers(lambda: make(buffer)))
+        return wrappers.plan(**self._arguments(paged, form, tree), detail=tree)
+
+    def _arguments(self, paged: Paged, form: _Absorbed, tree: Tree | None = None) -> dict[str, Any]:
+        """Of the wrapper's `plan`."""
+        device = paged.rows.device
+        metadata = self._lib.mla.MLAPlanMetadata.csr(
+            prefix_sums(paged.query_lens, device),
+            prefix_sums(paged.num_pages, device),
+            paged.flat,
+            host_ints(paged.kv_lens, device),
+        )
+        return {
+            "metadata": metadata,
+            "num_heads": form.heads,
+            "head_dim_ckv": form.latent,
+            "head_dim_kpe": form.rotary,
+            "page_size": paged.page_size,
+            "causal": tree is None,
+            "sm_scale": form.scale,
+            "q_data_type": form.q_dtype,
+            "kv_data_type": form.kv_dtype,
+            "lse_mode": "none" if tree is None else "basee",
+        }
+
+    def _plan_expanded(self, plan: StepPlan, queries: PagedQueries, form: _Expanded) -> Planned:
+        return plan.get(queries, form, lambda: self._new_ragged(queries, queries.context_lens, True, form))
+
+    def _plan_expanded_part(self, plan: PartPlan, form: _Expanded) -> Planned:
+        part = plan.part
+        return plan.get(part.queries, form, lambda: self._new_ragged(part.queries, part.key_lens, part.causal, form))
+
+    def _new_ragged(self, queries: PagedQueries, key_lens: Sequence[int], causal: bool, form: _Expanded) -> Planned:
+        """One for all parts of the same lengths, as long as anybody refers to it."""
+        key = (*queries.query_lens, None, *key_lens, causal, form)
+        known = self._ragged.get(key)
+        if known is not None:
+            return known
+        device = queries.rows.device
+        starts, ends = (prefix_sums(lens, device) for lens in (queries.query_lens, list(key_lens)))
+        needed = flashinfer_ragged_plan_bytes(queries.num_tokens, queries.num_requests, form.heads)
+        small = needed <= FLASHINFER_SMALL_PLAN_BYTES  # a step of many long prompts has many
+        wrappers = self._wrappers.setdefault(
+            ("expanded", small), Wrappers(lambda: self._new_ragged_wrapper(device, small))
+        )
+        planned = self._ragged[key] = wrappers.plan(
+            starts, ends, form.heads, form.heads, form.key_width, head_dim_vo=form.value_width, causal=causal,
+            sm_scale=form.scale, q_data_type=form.dtype, kv_data_type=form.dtype,
+        )  # fmt: skip
+        return planned
+
+    def _new_ragged_wrapper(self, device: torch.device, small: bool) -> Any:
+        buffer = workspace(device)
+        wrapper = self._lib.BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD")
+        if small:
+            wrapper.reset_workspace_buffer(
+                buffer, torch.empty(FLASHINFER_SMALL_PLAN_BYTES, dtype=torch.uint8, device=device)
+            )
+        return wrapper

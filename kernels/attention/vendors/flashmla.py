@@ -1,0 +1,215 @@
+"""FlashMLA: the absorbed form over bf16 pages of 64 tokens (Hopper), or over FP8 records of 656 bytes.
+
+The library has no dense prefill for Hopper: the expanded form, whole or in parts, runs on the best other backend here.
+Legend: T query tokens, H query heads, C latent (512), P rotary width (64), B requests, t most query tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention import limits
+from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
+from moe_engine.kernels.attention.protocol import AttentionBatch, ExpandsParts, MLABackend, PagedQueries
+from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan
+from moe_engine.kernels.attention.vendors.flashmla_records import Chosen, ChosenInPlace
+from moe_engine.kernels.attention.vendors.in_place import Room, TableInPlace
+from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
+from moe_engine.kernels.attention.vendors.trees import Tree
+from moe_engine.kernels.device import HeadWidths, Need, probe
+from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, takes_nothing
+
+PAGE = 64
+LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A group as a rectangle [B, t] of queries: requests with fewer get dummies before their own, which a causal mask
+    that ends at the context's end leaves right."""
+
+    paged: Paged
+    table: Tensor  # [B, W] int32: page numbers
+    tree: Tree | None
+    schedule: tuple[Any, Any]
+    most: int
+    token: Tensor | None  # [B, t] int64: where a query is in the group; None where they are just one behind the other
+    request: Tensor | None  # [T] int64
+    place: Tensor | None  # [T] int64: within the rectangle
+
+    @classmethod
+    def of(
+        cls, queries: PagedQueries, plan: StepPlan, new_schedule: Callable[[Tensor, int], tuple[Any, Any]]
+    ) -> _Dense:
+        tree = None if queries.visible is None else Tree.of(queries)
+        paged = Paged.of(queries, PAGE, before=tree is not None)
+        table, most = plan.get(queries, TABLE, lambda: paged.table), max(paged.query_lens)
+        schedule = new_schedule(paged.kv_lens_device, most)
+        if min(paged.query_lens) == most:
+            return cls(paged, table, tree, schedule, most, None, None, None)
+        starts, device = paged.query_starts.long(), paged.rows.device
+        counts = starts.diff()
+        token = (starts[1:, None] - most + torch.arange(most, device=device)).clamp_min(0)
+        request = torch.repeat_interleave(
+            torch.arange(len(counts), device=device), counts, output_size=paged.num_tokens
+        )
+        place = torch.arange(paged.num_tokens, device=device) - starts[1:][request] + most
+        return cls(paged, table, tree, schedule, most, token, request, place)
+
+    def rectangle(self, q: Tensor) -> Tensor:
+        """q [T, H, W] -> [B, t, H, W]."""
+        return q.contiguous().unflatten(0, (-1, self.most)) if self.token is None else q[self.token]
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """x [B, t, *] -> [T, *]."""
+        return x.flatten(0, 1) if self.request is None else x[self.request, self.place]
+
+
+class FlashMLA(MergesParts):
+    """`MLABackend`, `Replayable` and `ExpandsParts` over `flash_mla_with_kvcache`, in either generation of the
+    interface: the older (2025) takes a schedule that the caller asks for with the step's lengths, and reads no records.
+
+    Args:
+        module: the library; default: the installed one.
+        expanded: who runs the expanded form; default: the most preferred other row that can run here.
+        major: compute capability of the GPU; default: of the one here.
+
+    Raises:
+        ImportError: the library is not here or lacks what is called.
+    """
+
+    name = "flashmla"
+
+    def __init__(self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None) -> None:
+        self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
+        self._plans_itself = takes_nothing(self._lib.get_mla_metadata)
+        self._prefill = expanded
+        self._room = Room()
+        self._major = major
+        self._heads: int | None = None  # of the last layer over records, as the kernel has them
+        self._reads_records: bool | None = None  # None: no layer has run
+
+    def plan(self, batch: AttentionBatch) -> StepPlan:
+        return StepPlan(batch)  # schedules are made by the library at a step's first layer, on the device
+
+    def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | ChosenInPlace | None:
+        """As `Replayable` says; schedules are made where they are recorded. For FP8 records on Blackwell only: see
+        `flashmla_records`."""
+        if batch.decode is None or self._reads_records is None:
+            return None
+        if not self._reads_records:
+            return TableInPlace(batch, batch.decode, self._room, PAGE)
+        if not self._takes_lengths():
+            return None
+        schedule, _ = self._lib.get_mla_metadata()
+        return ChosenInPlace(batch, batch.decode, self._room, schedule, ("chosen", self._heads))
+
+    def _takes_lengths(self) -> bool:
+        """Whether the kernel over records stops where a list's length on the device says."""
+        if self._major is None:
+            self._major = (probe("cuda").capability or (0, 0))[0]
+        return self._major >= 10 and accepts(self._lib.flash_mla_with_kvcache, "topk_length")
+
+    def absorbed(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
+    ) -> Tensor:
+        """As the protocol says, for C = 512 and P = 64; `cache` holds plain numbers or `FP8_GROUPS` records."""
+        latent = q.shape[2] - ROTARY if value_width is None else value_width
+        reason = limits.flashmla_absorbed(latent, q.shape[2] - latent)
+        if reason:
+            raise ValueError(reason)
+        if not q.shape[0]:
+            return q.new_empty(0, q.shape[1], LATENT)
+        form = form_of(cache, LATENT, ROTARY)
+        self._reads_records = form != PLAIN
+        if form == PLAIN:
+            return self._dense(q, cache, queries, scale, plan_of(plan))
+        if form != FP8_GROUPS or not self._plans_itself:
+            raise ValueError("this FlashMLA does not read such FP8 records")
+        return self._over_records(q, cache, queries, scale, plan_of(plan))
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        rows = cache.index_select(0, gathered_slots(plan, queries))
+        if out is None and form_of(cache, LATENT, ROTARY) == PLAIN:
+            return rows
+        values = unpack(rows, LATENT, ROTARY)
+        return values.to(torch.bfloat16) if out is None else out.copy_(values)
+
+    def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
+        other = self._other(q, kv, k_rope)
+        theirs = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
+        return other.expanded(q, kv, k_rope, queries, scale, theirs)
+
+    def expanded_part(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    ) -> tuple[Tensor, Tensor]:
+        other, part = self._other(q, kv, k_rope), plan.part
+        assert isinstance(other, ExpandsParts)  # as every row does that a GPU may have
+        theirs = plan.get(
+            part.queries, "expanded", lambda: other.plan_part(part.queries, part.first_keys, part.key_lens)
+        )
+        return other.expanded_part(q, kv, k_rope, scale, theirs)
+
+    def _other(self, q: Tensor, kv: Tensor, k_rope: Tensor) -> MLABackend:
+        """Who runs the expanded form."""
+        if self._prefill is None:
+            value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
+            self._prefill = _best_other(HeadWidths(q.shape[1], 1, q.shape[2], value, LATENT, ROTARY))
+        return self._prefill
+
+    def _dense(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
+        heads = q.shape[1]  # a schedule is for one number of heads and one step's lengths
+        group = plan.get(queries, ("dense", heads), lambda: self._new_group(queries, heads, plan))
+        out, lse = self._lib.flash_mla_with_kvcache(
+            group.rectangle(q), as_pages(cache, PAGE).unsqueeze(2), group.table, group.paged.kv_lens_device,
+            LATENT, *group.schedule, softmax_scale=scale, causal=group.tree is None,
+        )  # fmt: skip
+        out = group.tokens(out)
+        if group.tree is None:
+            return out
+        keys = cache.unsqueeze(1)
+        own = group.tree.attend(q, keys, keys[..., :LATENT], scale)
+        return group.tree.merge(out, group.tokens(lse.transpose(1, 2)), *own)
+
+    def _new_group(self, queries: PagedQueries, heads: int, plan: StepPlan) -> _Dense:
+        def schedule(lens: Tensor, most: int) -> tuple[Any, Any]:
+            """How requests are shared out among the SMs, and in how many splits; newer libraries find that out."""
+            get = self._lib.get_mla_metadata
+            return get() if self._plans_itself else get(lens, most * heads, 1)
+
+        return _Dense.of(queries, plan, schedule)
+
+    def _over_records(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
+        """Sparse attention with every visible token chosen: the library reads records in no other way."""
+        tokens, heads, width = q.shape
+        reason = limits.flashmla_records(heads)
+        if reason:
+            raise ValueError(reason)
+        padded = self._heads = next(count for count in limits.FLASHMLA_RECORD_HEADS if heads <= count)
+        query = q.new_zeros(tokens, 1, padded, width)
+        query[:, 0, :heads] = q
+        pages = as_pages(cache, queries.page_size).unsqueeze(2)
+        chosen = plan.get(queries, ("chosen", padded), lambda: Chosen(queries, lambda: self._lib.get_mla_metadata()[0]))
+        out = q.new_empty(tokens, heads, LATENT)
+        for part, schedule, indices, lengths in chosen.parts():
+            result, _ = self._lib.flash_mla_with_kvcache(
+                query[part], pages, None, None, LATENT, schedule, softmax_scale=scale, is_fp8_kvcache=True,
+                indices=indices, **({} if lengths is None else {"topk_length": lengths}),
+            )  # fmt: skip
+            out[part] = result[:, 0, :heads]
+        return out
+
+
+def _best_other(widths: HeadWidths) -> MLABackend:
+    from moe_engine.kernels import tables
+    from moe_engine.kernels.registry import select
+
+    others = [row for row in tables.MLA if row.name != FlashMLA.name]
+    return select("attention", others, "auto", probe("cuda"), Need("bfloat16", page_size=PAGE, widths=widths)).build()

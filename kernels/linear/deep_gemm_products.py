@@ -1,0 +1,219 @@
+"""DeepGEMM's products as the linear and expert kernels want them: operands, scale layouts, groups.
+
+Hopper takes float32 scales; Blackwell takes exponents (UE8M0), four in an int32, of powers of two: weights whose scales
+are not such are quantised again when they are loaded. Source: csrc/apis/{gemm,layout}.hpp, csrc/utils/layout.hpp.
+Legend: M rows, N out-features, K in-features, G groups (experts).
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.permutation.expert_order import ExpertOrder, most_rows
+from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    Activation,
+    ActivationFormat,
+    BlockWeight,
+    QuantizedActivation,
+    QuantizedRows,
+)
+from moe_engine.kernels.vendors.probe import DEEP_GEMM, accepts
+
+RECIPE = (1, BLOCK, BLOCK)
+"""Scales of activations for 1 x 128 numbers, of weights for 128 x 128."""
+
+N_MULTIPLE = 64
+
+Operand = tuple[Tensor, Tensor]
+"""e4m3 numbers and the scales that the library takes with them."""
+
+
+class Quantization(Protocol):
+    """How activations become FP8: `kernels.quantization.reference`, or the Triton kernels of the same names."""
+
+    def quantize_rows(self, x: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
+
+    def silu_mul_quantize(
+        self, gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None
+    ) -> QuantizedRows: ...
+
+
+class Permutation(Protocol):
+    """How rows come to their experts and back: `kernels.experts.order`, or the Triton kernels of the same names."""
+
+    def sort_by_expert(self, topk_ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder: ...
+
+    def permute(self, x: Tensor, order: ExpertOrder) -> Tensor: ...
+
+    def permute_rows(self, x: QuantizedRows, order: ExpertOrder) -> QuantizedRows: ...
+
+    def combine(self, rows: Tensor, positions: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where the rows of G groups lie once each group starts at a multiple of the library's alignment."""
+
+    place: Tensor  # [M] int64: of each row among the aligned rows
+    num_rows: int  # aligned rows, the worst case: known without asking the device
+    layout: Tensor  # int32: [G] ends of the groups' rows, or [num_rows] the group of each row, -1 in gaps
+    ends: bool  # which of the two
+
+
+class DeepGemm:
+    """The library, and what this GPU wants of it.
+
+    Args:
+        module: the library; default: the installed one.
+        capability: of the GPU; default: of the one here.
+        quantization: how activations become FP8, and with it how rows are permuted; default: in Triton where that is
+            installed, else in torch.
+
+    Raises:
+        ImportError: the library is not here or lacks what is called.
+    """
+
+    def __init__(
+        self,
+        module: Any | None = None,
+        capability: tuple[int, int] | None = None,
+        quantization: Quantization | None = None,
+    ) -> None:
+        self._lib = DEEP_GEMM.load() if module is None else DEEP_GEMM.check(module)
+        self.exponents = (capability or _capability())[0] >= 10
+        """Scales are powers of two, packed."""
+        self._quantization: Quantization = quantization or _quantization()
+        self.permutation: Permutation = _permutation(self._quantization)
+        self._takes_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
+
+    @staticmethod
+    def serves(n: int, k: int) -> bool:
+        """Whether a weight [N, K] can stay in FP8: whole blocks of channels, and rows that the tiles divide."""
+        return k % BLOCK == 0 and n % N_MULTIPLE == 0
+
+    def packed_columns(self, k: int) -> int:
+        """Columns of a weight's scales on Blackwell: four exponents each."""
+        return -(-k // (4 * BLOCK))
+
+    def weight(self, weight: BlockWeight) -> Operand:
+        """A weight [N, K] as the library consumes it at every call, without a transposition each time."""
+        if not self.exponents:
+            return weight.data.contiguous(), weight.scales.contiguous()
+        if not weight.power_of_two:
+            weight = reference.quantize_weight(reference.dequantize_weight(weight), power_of_two=True)
+        n, k = weight.data.shape
+        scales = self._lib.transform_sf_into_required_layout(
+            weight.scales.contiguous(), n, k, RECIPE, None, is_sfa=False
+        )
+        return weight.data.contiguous(), scales
+
+    def input_format(self, power_of_two: bool) -> ActivationFormat:
+        """How products with a weight read activations."""
+        return ActivationFormat.fp8(power_of_two or self.exponents)
+
+    def quantized(self, x: Activation, power_of_two: bool) -> QuantizedRows:
+        """x [M, K] bf16, quantised where it is not yet."""
+        if isinstance(x, QuantizedActivation):
+            return x.rows
+        return self._quantization.quantize_rows(x, power_of_two or self.exponents)
+
+    def rows(self, x: Activation, power_of_two: bool) -> Operand:
+        """The same as an operand."""
+        return self.operand(self.quantized(x, power_of_two))
+
+    def silu_mul(self, gate_up: Tensor, power_of_two: bool, source: Tensor | None = None) -> Operand:
+        """gate_up [M, 2I], gate first -> silu(gate) * up, quantised. Rows where `source` [M] is negative: padding."""
+        return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, source))
+
+    def operand(self, rows: QuantizedRows) -> Operand:
+        """Hopper's kernels read the columns as the quantisers write them; Blackwell's packing reads lines."""
+        return rows.data, rows.scales.contiguous() if self.exponents else rows.scales
+
+    def dense(self, a: Operand, b: Operand, out: Tensor) -> None:
+        """out [M, N] bf16 = a [M, K] @ b [N, K].T."""
+        self._lib.fp8_gemm_nt(a, b, out)
+
+    @property
+    def alignment(self) -> int:
+        """Rows at whose multiples each group starts."""
+        return int(self._lib.get_mk_alignment_for_contiguous_layout())
+
+    def groups(self, offsets: Tensor, num_rows: int) -> Groups:
+        """The aligned places of rows that are sorted by group; offsets [G+1] int32 on the device."""
+        num_groups, alignment = len(offsets) - 1, self.alignment
+        offsets = offsets.long()
+        counts = offsets.diff()
+        padded = (counts + alignment - 1).div(alignment, rounding_mode="floor").mul_(alignment)
+        starts = padded.cumsum(0) - padded  # [G]
+        row = torch.arange(num_rows, device=offsets.device)
+        # a dispatcher that does not wait for counts brings more rows than there are: they go behind the last group
+        group = torch.searchsorted(offsets[1:], row, right=True).clamp_max(num_groups - 1)
+        place = row - offsets[group] + starts[group]
+        most = most_rows(num_rows, num_groups, alignment)
+        if self._takes_ends:
+            return Groups(place, most, (starts + counts).to(torch.int32), True)
+        layout = torch.full((most,), -1, dtype=torch.int32, device=offsets.device)
+        layout[place] = torch.where(row < offsets[-1], group, -1).to(torch.int32)
+        return Groups(place, most, layout, False)
+
+    def aligned(self, order: ExpertOrder) -> Groups:
+        """The same of pairs sorted with this alignment. What belongs to no group shares the last row, a gap: where a
+        pair is missing, the worst case has a row to spare."""
+        most = len(order.source)
+        place = order.positions.flatten().long().remainder(most)
+        if self._takes_ends:
+            return Groups(place, most, order.ends, True)
+        row = torch.arange(most, dtype=torch.int32, device=place.device)
+        group = torch.searchsorted(order.offsets[1:], row, right=True, out_int32=True)
+        return Groups(place, most, torch.where(order.source < 0, -1, group), False)
+
+    def spread(self, operand: Operand, groups: Groups) -> Operand:
+        """Rows to their aligned places; what lies between is left as it is, nobody reads its products."""
+        data, scales = operand
+        numbers = data.new_empty(groups.num_rows, data.shape[1])
+        numbers.view(torch.uint8).index_copy_(0, groups.place, data.view(torch.uint8))
+        if self.exponents:
+            lines = scales.new_empty(groups.num_rows, scales.shape[1])
+        else:
+            lines = QuantizedRows.empty(groups.num_rows, data.shape[1], data.device).scales
+        return numbers, lines.index_copy_(0, groups.place, scales)
+
+    def grouped(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, groups: Groups) -> None:
+        """out [rows, N] = a [rows, K] @ b [G, N, K] of each row's group; both FP8 or both bf16."""
+        fp8 = isinstance(a, tuple)
+        run = self._lib.m_grouped_fp8_gemm_nt_contiguous if fp8 else self._lib.m_grouped_bf16_gemm_nt_contiguous
+        run(a, b, out, groups.layout, **({"use_psum_layout": True} if groups.ends else {}))
+
+    def masked(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, counts: Tensor, expected: int) -> None:
+        """out [G, M, N] = a [G, M, K] @ b [G, N, K], of the first counts[g] rows; `expected` rows steer the tiles."""
+        fp8 = isinstance(a, tuple)
+        run = self._lib.m_grouped_fp8_gemm_nt_masked if fp8 else self._lib.m_grouped_bf16_gemm_nt_masked
+        run(a, b, out, counts, expected)
+
+
+def _capability() -> tuple[int, int]:
+    from moe_engine.kernels.device import probe
+
+    capability = probe("cuda").capability
+    assert capability is not None
+    return capability
+
+
+def _quantization() -> Any:
+    try:
+        return importlib.import_module("moe_engine.kernels.quantization.triton_rows")
+    except ImportError:
+        return reference
+
+
+def _permutation(quantization: Quantization) -> Any:
+    """Of the same make."""
+    name = "order" if quantization is reference else "triton_permute"
+    return importlib.import_module(f"moe_engine.kernels.experts.{name}")

@@ -1,0 +1,1 @@
+"""Tokens sorted by expert, gathered, and summed back with their weights."""

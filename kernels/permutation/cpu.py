@@ -1,0 +1,108 @@
+"""Rows of tokens in C++: one call for what takes ten in numpy."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.cpu.library import Library, load
+from moe_engine.kernels.cpu.tensors import kind_of
+from moe_engine.kernels.cpu.tensors import rows as contiguous
+from moe_engine.kernels.permutation.protocol import Part, Records
+
+
+class CpuTokenRows:
+    """`TokenRows` for bfloat16 and float32."""
+
+    name = "cpu"
+
+    def __init__(self, library: Library | None = None) -> None:
+        self._lib = library or load()
+
+    def valid(self, ids: Tensor, num_experts: int) -> bool:
+        ids = contiguous(ids)
+        wide = ids.dtype == torch.int64
+        return bool(self._lib.moe_rows_check(wide, ids.data_ptr(), ids.stride(0), *ids.shape, num_experts))
+
+    def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, list[int]]:
+        ids, num_ranks = contiguous(ids), len(takes_part)
+        positions = torch.empty(len(ids), num_ranks, dtype=torch.int64)
+        counts = _words(num_ranks)()
+        self._lib.moe_rows_route(
+            ids.data_ptr(), ids.stride(0), *ids.shape, num_local, num_ranks, takes_part.data_ptr(), counts,
+            positions.data_ptr(),
+        )  # fmt: skip
+        return positions, list(counts)
+
+    def pack(
+        self, parts: Sequence[Part], positions: Tensor, bases: Sequence[int], records: Records, out: Tensor
+    ) -> None:
+        plain = [contiguous(data) for data, _ in parts]
+        numbers: list[int] = []
+        for data, (_, offset) in zip(plain, parts):
+            size = data.itemsize
+            numbers += data.data_ptr(), data.stride(0) * size, data.shape[1] * size, offset
+        num_tokens, num_ranks = positions.shape
+        self._lib.moe_rows_pack(
+            _words(len(numbers))(*numbers), len(parts), num_tokens, positions.data_ptr(), num_ranks,
+            _words(num_ranks)(*bases), records.num_bytes, out.data_ptr(),
+        )  # fmt: skip
+
+    def take(
+        self,
+        memory: Tensor,
+        begins: Sequence[int],
+        counts: Sequence[int],
+        records: Records,
+        experts: tuple[int, int],
+        out: Tensor,
+    ) -> list[int]:
+        words = _words(len(begins))
+        taken = words()
+        self._lib.moe_rows_take(
+            memory.data_ptr(), len(begins), words(*begins), words(*counts), records.num_bytes, records.ids_offset,
+            records.top_k, *experts, out.data_ptr(), taken,
+        )  # fmt: skip
+        return list(taken)
+
+    def localize(self, ids: Tensor, experts: tuple[int, int]) -> None:
+        assert ids.stride(1) == 1 or not ids.numel(), "choices of a record lie side by side"
+        self._lib.moe_rows_localize(ids.data_ptr(), ids.stride(0), *ids.shape, *experts)
+
+    def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        ids = contiguous(ids)
+        offsets = torch.empty(num_experts + 1, dtype=torch.int32)
+        positions = torch.empty(ids.shape, dtype=torch.int64)
+        self._lib.moe_rows_group(
+            ids.data_ptr(), ids.stride(0), *ids.shape, num_experts, offsets.data_ptr(), positions.data_ptr()
+        )
+        return offsets, positions
+
+    def spread(self, data: Tensor, positions: Tensor, out: Tensor) -> None:
+        data, size = contiguous(data), data.itemsize
+        self._lib.moe_rows_spread(
+            data.data_ptr(), data.stride(0) * size, data.shape[1] * size, positions.data_ptr(), *positions.shape,
+            out.data_ptr(),
+        )  # fmt: skip
+
+    def sum_rows(self, rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+        rows = contiguous(rows)
+        weights = None if weights is None else contiguous(weights)
+        num_sums, width = positions.shape
+        out = torch.empty(num_sums, rows.shape[1], dtype=rows.dtype)
+        self._lib.moe_rows_sum(
+            kind_of(rows.dtype), rows.data_ptr(), rows.stride(0), positions.data_ptr(), width,
+            *((None, 0) if weights is None else (weights.data_ptr(), weights.stride(0))), out.data_ptr(), *out.shape,
+        )  # fmt: skip
+        return out
+
+
+@lru_cache
+def _words(count: int) -> Any:
+    """The type of so many int64 in C."""
+    return ctypes.c_int64 * count

@@ -1,1 +1,0 @@
-"""Rows of tokens on the host: between the messages of ranks and the batches of experts."""

@@ -1,0 +1,210 @@
+"""A step's queries, cut so that MLA never expands more than a bounded number of context tokens at once, and tokens that
+several contexts begin with only once.
+
+Host work once a step, shared by all layers. In the common case nothing is cut and the step's own plan serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moe_engine.kernels.attention.parts import part_lens
+from moe_engine.kernels.attention.protocol import (
+    AttentionBatch,
+    ExpandsParts,
+    MLABackend,
+    PagedQueries,
+    SharedRun,
+    SharesContext,
+)
+
+
+@dataclass(frozen=True)
+class SharedContext:
+    """The context tokens of some requests, each once: `queries` gathers them as if they were one request's."""
+
+    queries: PagedQueries
+    plan: Any
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """Some tokens of a context, and the backend's plan to gather them and attend to them."""
+
+    num_tokens: int
+    plan: Any
+
+
+@dataclass(frozen=True)
+class AttentionChunk:
+    """Some queries of a step, the tokens they are, and the form in which MLA runs them."""
+
+    tokens: slice
+    queries: PagedQueries
+    plan: Any
+    absorbed: bool
+    shared: SharedContext | None = None
+    """Of an expanded piece whose requests share tokens; `queries.slot_table` then names rows of what it gathers."""
+    parts: tuple[ContextChunk, ...] = ()
+    """Of an expanded piece of one request whose context is too long to be expanded at once."""
+
+
+def cut(
+    batch: AttentionBatch, backend: MLABackend, plan: Any, max_expanded_tokens: int, max_absorbed_tokens: int
+) -> list[AttentionChunk]:
+    """The pieces of a step, in token order.
+
+    Args:
+        plan: the step's own; pieces that had to be cut get plans of their own.
+        max_expanded_tokens: context tokens that are expanded at once. A request with more is expanded in parts where
+            the backend can put these together (half as many query tokens at once, half as long), else it runs in the
+            absorbed form.
+        max_absorbed_tokens: query tokens of an absorbed request run at once.
+
+    Raises:
+        ValueError: if the prefill group is a draft tree; verification belongs to the decode group.
+    """
+    pieces: list[AttentionChunk] = []
+    start = 0
+    if batch.decode is not None and batch.decode.num_tokens:
+        start = batch.decode.num_tokens
+        pieces.append(AttentionChunk(slice(0, start), batch.decode, plan, True))
+    prefill = batch.prefill
+    if prefill is None or not prefill.num_tokens:
+        return pieces
+    prefill.refuse_tree("expanded")
+    runs = _worth_sharing(prefill, backend, max_expanded_tokens)
+    if not runs and prefill.num_context_tokens <= max_expanded_tokens:
+        pieces.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, False))
+        return pieces
+    for queries, absorbed, shared in _cut_runs(prefill, runs, backend, max_expanded_tokens, max_absorbed_tokens):
+        stop, own = start + queries.num_tokens, None
+        parts: tuple[ContextChunk, ...] = ()
+        if not absorbed and shared is None and queries.num_context_tokens > max_expanded_tokens:
+            parts = _parts(queries, backend, max_expanded_tokens)
+        else:
+            own = backend.plan(AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries))
+        pieces.append(AttentionChunk(slice(start, stop), queries, own, absorbed, shared, parts))
+        start = stop
+    return pieces
+
+
+def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> list[SharedRun]:
+    """The runs that the backend makes use of and that do not exceed the limit."""
+    if not isinstance(backend, SharesContext):
+        return []
+    return [
+        run
+        for run in prefill.shared
+        if sum(prefill.context_lens[run.first : run.last]) - (run.last - run.first - 1) * run.length <= limit
+    ]
+
+
+def _cut_runs(
+    prefill: PagedQueries, runs: list[SharedRun], backend: MLABackend, limit: int, max_absorbed: int
+) -> Iterator[tuple[PagedQueries, bool, SharedContext | None]]:
+    """Each run as it is, and what lies between them cut within the limits."""
+    start = 0
+    for run in [*runs, SharedRun(prefill.num_requests, prefill.num_requests, 0)]:
+        if start < run.first:
+            between = _requests(prefill, start, run.first)
+            for queries, absorbed in _cut_prefill(between, limit, max_absorbed, isinstance(backend, ExpandsParts)):
+                yield queries, absorbed, None
+        if run.first < run.last:
+            queries, shared = _share(prefill, run, backend)
+            yield queries, False, shared
+        start = run.last
+
+
+def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[PagedQueries, SharedContext]:
+    """The run's shared tokens stand first, then what each request has behind them."""
+    queries, length = _requests(prefill, run.first, run.last), run.length
+    rows, device = queries.rows.tolist(), queries.rows.device
+    own = [context - length for context in queries.context_lens]
+    slots = [prefill.slot_table[rows[0], :length]]
+    slots += [prefill.slot_table[row, length : length + count] for row, count in zip(rows, own)]
+    table = torch.zeros((len(own), length + max(own)), dtype=torch.int32)
+    table[:, :length] = torch.arange(length, dtype=torch.int32)
+    first = length
+    for places, count in zip(table, own):
+        places[length : length + count] = torch.arange(first, first + count, dtype=torch.int32)
+        first += count
+    once = torch.tensor([0, 1, first], dtype=torch.int32, device=device)
+    gathered = PagedQueries([1], [first], once[:1], once[:2], once[2:], torch.cat(slots)[None], 1)
+    numbers = torch.arange(len(own), dtype=torch.int32, device=device)
+    queries = replace(queries, rows=numbers, slot_table=table.to(device), page_size=1)
+    return queries, SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
+
+
+def _parts(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextChunk, ...]:
+    """Of one request."""
+    assert isinstance(backend, ExpandsParts)
+    (count,), (context,), parts = queries.query_lens, queries.context_lens, []
+    first = 0
+    for length in part_lens(context, count, _half(limit)):
+        parts.append(ContextChunk(length, backend.plan_part(queries, [first], [length])))
+        first += length
+    return tuple(parts)
+
+
+def _half(limit: int) -> int:
+    """Tokens of a part, and query tokens that ask for it at once: where only one context is expanded, the results of a
+    part and what it is merged with take the other half of the memory."""
+    return max(1, limit // 2)
+
+
+def _cut_prefill(
+    queries: PagedQueries, limit: int, max_absorbed: int, in_parts: bool
+) -> Iterator[tuple[PagedQueries, bool]]:
+    """`in_parts`: a request beyond the limit stays expanded."""
+    first, context = 0, 0
+    for i, length in enumerate(queries.context_lens):
+        if length > limit:
+            if first < i:
+                yield _requests(queries, first, i), False
+            for tokens in _tokens(queries, i, _half(limit) if in_parts else max_absorbed):
+                yield tokens, not in_parts
+            first, context = i + 1, 0
+        elif context + length > limit:
+            yield _requests(queries, first, i), False
+            first, context = i, length
+        else:
+            context += length
+    if first < queries.num_requests:
+        yield _requests(queries, first, queries.num_requests), False
+
+
+def _requests(queries: PagedQueries, first: int, last: int) -> PagedQueries:
+    """Requests [first, last) of the group."""
+    starts = queries.query_starts[first : last + 1]
+    return PagedQueries(
+        query_lens=queries.query_lens[first:last],
+        context_lens=queries.context_lens[first:last],
+        rows=queries.rows[first:last],
+        query_starts=starts - starts[0],
+        context_lens_device=queries.context_lens_device[first:last],
+        slot_table=queries.slot_table,
+        page_size=queries.page_size,
+    )
+
+
+def _tokens(queries: PagedQueries, i: int, size: int) -> Iterator[PagedQueries]:
+    """Request i, `size` query tokens at a time; each part sees the context up to its own last token."""
+    total, end = queries.query_lens[i], queries.context_lens[i]
+    whole = _requests(queries, i, i + 1)
+    for start in range(0, total, size):
+        length = min(size, total - start)
+        unseen = total - start - length
+        yield PagedQueries(
+            query_lens=[length],
+            context_lens=[end - unseen],
+            rows=whole.rows,
+            query_starts=whole.query_starts.clamp(max=length),
+            context_lens_device=whole.context_lens_device - unseen,
+            slot_table=whole.slot_table,
+            page_size=whole.page_size,
+        )

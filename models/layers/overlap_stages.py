@@ -1,0 +1,44 @@
+"""Work that stops where it waits for other ranks, so that something else can be done meanwhile.
+
+A part of a model with such places has, beside `forward`, a generator `stages` that yields at each and returns what
+`forward` returns. Run alone it is `forward`; two of them in turns are the two halves of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from moe_engine.kernels.quantization.protocol import Activation
+from moe_engine.parallel.dispatch.protocol import Phase
+
+T = TypeVar("T")
+Stages = Generator[None, None, Tensor]
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A feed-forward part with stages."""
+
+    def stages(self, x: Activation, phase: Phase = "prefill") -> Stages: ...
+
+
+def finish(stages: Generator[None, None, T]) -> T:
+    """All stages at once."""
+    return interleave([stages])[0]
+
+
+def interleave(works: Sequence[Generator[None, None, T]]) -> list[T]:
+    """Runs each to its next stop, in turns, until all have ended; the order is the same on every rank."""
+    results: dict[int, T] = {}
+    while len(results) < len(works):
+        for i, work in enumerate(works):
+            if i in results:
+                continue
+            try:
+                next(work)
+            except StopIteration as end:
+                results[i] = end.value
+    return [results[i] for i in range(len(works))]

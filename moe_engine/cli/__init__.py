@@ -1,0 +1,1 @@
+"""The commands of `moe-engine`, one file a command."""

@@ -1,0 +1,156 @@
+"""One rank of many without the others: groups whose operations give tensors of the right shape and nothing in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.sharding import dispatch_shape
+from moe_engine.parallel.collectives import Group, SingleRank
+from moe_engine.parallel.context import ParallelContext, with_dispatcher
+from moe_engine.parallel.dispatch.build import PhasedDispatcher
+from moe_engine.parallel.dispatch.payload import encode
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase
+from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
+from moe_engine.parallel.dispatch.tables import DispatchChoice
+from moe_engine.parallel.topology import RankLists, Topology
+
+
+class AbsentRanks:
+    """A `Group` of which only rank 0 exists; every rank is taken to send what this one does."""
+
+    rank = 0
+    timeout_s = 0.0
+    alive: Tensor | None = None
+    on_host = False
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.device = device
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
+    ) -> None:
+        """Nothing arrives in `out`."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.size, *x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x[0], memory_format=torch.contiguous_format)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
+    def exchange_ints(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def check(self) -> None:
+        """Nobody can be lost."""
+
+
+class AbsentSymmetricMemory:
+    """A `SymmetricMemory` of ranks that do not exist."""
+
+    def allocate(self, group: Group, num_bytes: int) -> SharedBytes:
+        return SharedBytes(torch.empty(num_bytes, dtype=torch.uint8, device=group.device), [0] * group.size)
+
+    def words_for_host(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+
+def first_rank(topology: Topology, device: torch.device) -> ParallelContext:
+    """Rank 0's context, without a dispatcher."""
+
+    def group(lists: RankLists) -> Group:
+        size = len(next(ranks for ranks in lists if 0 in ranks))
+        return SingleRank(device) if size == 1 else AbsentRanks(size, device)
+
+    return ParallelContext(
+        topology=topology,
+        world=group([list(range(topology.tp_size))]),
+        attn_tp=group(topology.attn_tp_groups()),
+        moe_tp=group(topology.moe_tp_groups()),
+        ep=group(topology.ep_groups()),
+        node=group(topology.node_groups()),
+        rails=group(topology.rail_groups()),
+    )
+
+
+class EvenRoutes:
+    """A `Dispatcher` in normal mode of ranks that do not exist: how many rows arrive is in no tensor without values, so
+    as many do as leave."""
+
+    def __init__(self, shape: DispatchShape) -> None:
+        self._shape = shape
+        self.takes_rows = shape.fp8
+
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
+    ) -> tuple[ExpertBatch, Tensor]:
+        shape, rows = self._shape, topk_ids.numel()
+        sent = encode(x, topk_ids, topk_weights, shape.fp8, format)
+        data, scales = sent.data.new_empty(rows, shape.hidden), None
+        if sent.scales is not None and format.rows:
+            scales = sent.scales.new_empty(rows, sent.scales.shape[1])
+        elif sent.scales is not None:
+            data = data.new_empty(data.shape, dtype=shape.dtype)
+        offsets = torch.empty(shape.num_local + 1, dtype=torch.int32, device=data.device)
+        out = data.new_empty(len(x), shape.hidden, dtype=shape.dtype)
+        return ExpertBatch("grouped", data, offsets=offsets, scales=scales, dtype=shape.dtype), out
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: Tensor) -> Tensor:
+        return torch.empty_like(handle)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """One phase of a `PhasedDispatcher`, as a `Dispatcher`."""
+
+    whole: PhasedDispatcher
+    phase: Phase
+
+    @property
+    def takes_rows(self) -> bool:
+        return self.whole.takes_rows
+
+    def dispatch(
+        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
+    ) -> tuple[ExpertBatch, Any]:
+        return self.whole.dispatch(x, topk_ids, topk_weights, self.phase, format)
+
+    def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor:
+        return self.whole.combine(rows, topk_weights, handle)
+
+
+def with_exchange(
+    parallel: ParallelContext,
+    model: ModelConfig,
+    choice: DispatchChoice,
+    dtype: torch.dtype,
+    max_tokens: int,
+    decode_tokens: int,
+) -> ParallelContext:
+    """The context with the dispatcher of that choice; its kernels are those of the low-latency mode, normal mode has
+    none of its own. Raises what a library raises that needs its GPU to exist."""
+    shape = dispatch_shape(model, parallel, dtype, max_tokens)
+    fixed: dict[Phase, Mode] = {phase: mode for phase, mode in choice.modes.items() if mode == "low_latency"}
+    by_phase: dict[Phase, Dispatcher] = {phase: EvenRoutes(shape) for phase in choice.modes}
+    if fixed:
+        made = with_dispatcher(parallel, replace(choice, modes=fixed), shape, decode_tokens, AbsentSymmetricMemory())
+        assert made.dispatcher is not None
+        by_phase |= {phase: _Phase(made.dispatcher, phase) for phase in fixed}
+    return replace(parallel, dispatcher=PhasedDispatcher(lambda: by_phase), decode_tokens=decode_tokens)

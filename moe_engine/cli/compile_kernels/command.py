@@ -1,0 +1,110 @@
+"""``moe-engine compile``: fills a folder with the compiled kernels of a launch, to be shipped to its nodes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.triton.availability import installed
+from moe_engine.planning.hardware import GPU, GPUS
+
+if TYPE_CHECKING:
+    from moe_engine.kernels.triton.aot import AotReport
+    from moe_engine.planning.resolve import ResolvedConfig
+
+EPILOG = """\
+examples:
+  moe-engine compile --gpu h200 --output kernels --model-path /models/DeepSeek-V3 --tp 8
+  rsync -a kernels/ node7:/opt/kernels; TRITON_CACHE_DIR=/opt/kernels moe-engine serve --model-path ... --tp 8
+
+Take the flags that `serve` will have: sizes of steps, ranks and dtypes decide which kernels there are. The folder is a
+Triton cache; it serves where the same versions of this package and of Triton are installed. Needs no GPU."""
+
+INDEX = "moe-engine-kernels.json"
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Returns 0, or 1 when a kernel spills or does not fit the GPU.
+
+    Raises:
+        ConfigError: as `serve`; or Triton is not installed.
+    """
+    from moe_engine.config.args import EngineArgs, build_parser
+    from moe_engine.config.flags import parse_flags
+
+    parser = build_parser(
+        prog, description="Compiles the Triton kernels of a launch for a GPU.", epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter, usage=f"{prog} --output DIR [--gpu NAME] [serve's flags]",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="DIR", help="folder of the compiled kernels; added to what is there")
+    parser.add_argument("--gpu", choices=sorted(GPUS), help="what to compile for (default: h200)")
+    values = parse_flags(parser, argv)
+    output, gpu = values.pop("output", None), values.pop("gpu", None) or "h200"
+    if output is None:
+        raise ConfigError("--output DIR is missing: the folder that takes the compiled kernels")
+    if not installed():
+        raise ConfigError("compile needs triton, which is not installed: pip install 'triton>=3.6'")
+    values["device"] = "cuda"
+    args = EngineArgs.from_kwargs(**values)
+    return _compile(args, GPUS[gpu], Path(output))
+
+
+def _compile(args: Any, target: GPU, output: Path) -> int:
+    from moe_engine.cli.compile_kernels.exercise import exercise
+    from moe_engine.cli.compile_kernels.other_rows import build_triton
+    from moe_engine.kernels.triton.absent_device import absent_device
+    from moe_engine.planning.prepare import choose_backends, prepare
+
+    config = prepare(args, target.machine())
+    choices = choose_backends(config, target.device)
+    for choice in choices:
+        print(f"{choice.family:9} {choice.row.name}: {choice.reason}", file=sys.stderr)
+    began = time.perf_counter()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be a folder for kernels: {error.strerror}") from None
+    with absent_device(target.arch, output) as compilations:
+        for size in exercise(config, build_triton(choices)):
+            _progress(f"{len(compilations.reports)} kernels; {size.decodes} decodes, {size.prefill} prefill tokens")
+    _progress("")
+    reports = compilations.reports
+    bad = [f"{report.name}: {problem}" for report in reports for problem in report.problems()]
+    _write_index(output / INDEX, config, target, reports)
+    seconds = time.perf_counter() - began
+    print(
+        f"{len(reports)} kernels for {target.name} (sm_{target.arch}) in {output}, {compilations.num_cached} of them "
+        f"there already; {seconds:.0f} s\nserve with TRITON_CACHE_DIR={output.resolve()}"
+    )
+    for line in bad:
+        print(line, file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _write_index(file: Path, config: ResolvedConfig, target: GPU, reports: list[AotReport]) -> None:
+    """What the folder is for, beside the kernels."""
+    from dataclasses import asdict
+    from importlib.metadata import version
+
+    about = {
+        "gpu": target.name,
+        "arch": target.arch,
+        "model": config.model.architecture,
+        "dtype": config.dtype,
+        "tp_size": config.parallel.topology.tp_size,
+        "triton": version("triton"),
+        "moe_engine": version("moe-engine"),
+    }
+    body = {"about": about, "kernels": [asdict(report) for report in reports]}
+    file.write_text(json.dumps(body, indent=1) + "\n")

@@ -1,0 +1,110 @@
+"""Runs a launch's model, one layer of each kind, through all its step sizes on tensors without memory.
+
+So every kernel is launched with the arguments that it will be launched with; on an absent device that compiles it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.cli.compile_kernels.absent_ranks import first_rank, with_exchange
+from moe_engine.cli.compile_kernels.steps import StepTensors
+from moe_engine.kernels.attention.kv_format import STORED
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.sampling.protocol import SamplingParameters
+from moe_engine.kernels.warmup_sizes import StepSize, step_sizes
+from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.loader import load_model
+from moe_engine.models.sharding import local_config
+from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.planning.resolve import ResolvedConfig
+
+META = torch.device("meta")
+SLOTS = 4096
+"""Of the KV cache; kernels do not depend on how many there are."""
+
+
+def one_layer_of_each(model: ModelConfig) -> ModelConfig:
+    """The model cut behind its first dense and its first MoE layer; all others are like them."""
+    kinds = model.moe_layers or (False,) * model.num_layers
+    count = 1 + max(kinds.index(kind) for kind in set(kinds))
+    return dataclasses.replace(model, num_layers=count, moe_layers=model.moe_layers[:count])
+
+
+def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSize] | None = None) -> Iterator[StepSize]:
+    """Runs every step size and yields it when done. Tensors lie on the meta device, so results mean nothing.
+
+    Args:
+        sizes: default: those of the ladder.
+    """
+    dtype = getattr(torch, config.dtype)
+    parallel = _parallel(config, dtype)
+    cut = one_layer_of_each(config.model)
+    model = load_model(
+        config.model_path, cut, dtype, META, backends, parallel, load_format="dummy", max_positions=config.context_len
+    )
+    local = local_config(cut, parallel)
+    kv = _caches(local, config.kv_cache_dtype)
+    requests = config.max_running_requests
+    tensors = StepTensors(META, requests, config.context_len, config.page_size)
+    chunk = config.limits.prompt_tokens
+    speculation = config.speculation
+    drafts = speculation.num_nodes(speculation.num_steps) - 1 if speculation is not None else 0
+    with torch.no_grad():
+        for size in step_sizes(requests, chunk, config.context_len, drafts) if sizes is None else sizes:
+            run_step(model, backends, tensors, kv, size, parallel)
+            yield size
+
+
+def run_step(
+    model: Model, backends: Backends, tensors: StepTensors, kv: list[Any], size: StepSize, parallel: ParallelContext
+) -> None:
+    """A forward, the logits of one token a request, and both ways to draw from them."""
+    count, requests = size.tokens, size.decodes + bool(size.prefill)
+    ids, positions, slots, rows = tensors.integers(count, count, count, requests)
+    sizes = None
+    if parallel.world_size > 1:
+        groups = parallel.attn_dp_size
+        sizes = StepSizes.known(parallel, [count] * groups, [requests] * groups, bool(size.prefill))
+    attention = tensors.attention(size)
+    plan = backends.attention.plan(attention)
+    batch = ForwardBatch(ids, positions, slots, rows, attention, plan, kv, sizes)
+    hidden = model.forward(batch)
+    logits = model.logits(hidden.index_select(0, rows), sizes)
+    backends.sampling.greedy(logits)
+    backends.sampling.sample(logits, *_parameters(tensors, requests))
+
+
+def _parameters(tensors: StepTensors, count: int) -> tuple[SamplingParameters, Tensor]:
+    """Random rows' parameters and their uniform numbers; which rows are drawn how is not looked at on a device."""
+    import numpy as np
+
+    temperature, top_p, min_p, uniform = tensors.integers(count, count, count, count, dtype=torch.float32)
+    (top_k,) = tensors.integers(count)
+    return SamplingParameters(np.full(count, 4, np.uint8), temperature, top_p, min_p, top_k, True), uniform
+
+
+def _caches(model: ModelConfig, kv_dtype: str) -> list[Any]:
+    """`ForwardBatch.kv` of the model."""
+    attention, dtype = model.attention, getattr(torch, STORED[kv_dtype][0])
+
+    def parts() -> tuple[Tensor, ...]:
+        return tuple(torch.empty(SLOTS, *part, dtype=dtype, device=META) for part in attention.kv_parts(kv_dtype))
+
+    return [parts()[0] if attention.kind == "mla" else parts() for _ in range(model.num_layers)]
+
+
+def _parallel(config: ResolvedConfig, dtype: torch.dtype) -> ParallelContext:
+    plan = config.parallel
+    parallel = first_rank(plan.topology, META)
+    if plan.dispatch is None or not plan.topology.travels:
+        return parallel
+    limits = config.limits
+    return with_exchange(parallel, config.model, plan.dispatch, dtype, limits.forward_tokens, limits.low_latency_tokens)

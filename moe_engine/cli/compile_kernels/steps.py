@@ -1,0 +1,39 @@
+"""A step's tensors on a device, from its sizes alone.
+
+Legend: T tokens, R requests, S sampled rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.warmup_sizes import StepSize
+
+
+class StepTensors:
+    """Makes a step's tensors on the device, cut from one upload as the engine cuts them."""
+
+    def __init__(self, device: torch.device, max_requests: int, max_context: int, page_size: int) -> None:
+        self._device = device
+        self._page_size = page_size
+        self._slot_table = torch.empty(max_requests + 1, max_context, dtype=torch.int32, device=device)
+
+    def integers(self, *counts: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, ...]:
+        """Neighbouring pieces of one tensor."""
+        return torch.empty(sum(counts), dtype=dtype, device=self._device).split(list(counts))
+
+    def _queries(self, lens: list[int], contexts: list[int]) -> PagedQueries:
+        count = len(lens)
+        lengths, starts, rows = self.integers(count, count + 1, count, dtype=torch.int32)
+        return PagedQueries(lens, contexts, rows, starts, lengths, self._slot_table, self._page_size)
+
+    def attention(self, size: StepSize) -> AttentionBatch:
+        """Decodes first, as models expect."""
+        decode = prefill = None
+        if size.decodes:
+            decode = self._queries([size.queries] * size.decodes, [size.context] * size.decodes)
+        if size.prefill:
+            prefill = self._queries([size.prefill], [size.prefix + size.prefill])
+        return AttentionBatch(decode, prefill)

@@ -1,0 +1,151 @@
+"""``moe-engine doctor``: what this machine offers, which kernels run here and why the others do not. Imports no torch
+where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from moe_engine.cli import doctor_libraries
+from moe_engine.kernels import tables
+from moe_engine.kernels.device import Device, Need, cpu_device
+from moe_engine.planning.ledger import gb
+from moe_engine.planning.machine import probe_machine
+
+PACKAGES = ("moe-engine", "torch", "safetensors", "tokenizers", "transformers", "fastapi", "uvicorn", "pyzmq", "triton")
+USEFUL_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
+FAMILIES = {
+    "ops": "OPS",
+    "linear": "LINEAR",
+    "experts": "EXPERTS",
+    "attention (MLA)": "MLA",
+    "attention (GQA)": "GQA",
+    "sampling": "SAMPLING",
+    "token rows": "TOKEN_ROWS",
+}
+LEAST_FILES = 4096
+
+
+def examine() -> dict[str, Any]:
+    """All findings, as JSON would show them. `problems` are sentences with what to do."""
+    machine = probe_machine()
+    host = machine if machine.device == "cpu" else probe_machine("cpu")
+    cpu = cpu_device()
+    libraries = doctor_libraries.libraries(machine.device)
+    return {
+        "device": {"kind": machine.device, "name": machine.device_name, "reason": machine.device_reason},
+        "memory": {
+            "total_bytes": host.total_bytes,
+            "available_bytes": host.available_bytes,
+            "source": host.source,
+            "device_available_bytes": machine.available_bytes,
+        },
+        "cpu": {
+            "name": cpu.name,
+            "cores": host.cores,
+            "logical_cpus": os.cpu_count(),
+            "flags": [flag for flag in USEFUL_CPU_FLAGS if flag in cpu.cpu_flags],
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        },
+        "compiler": {"path": cpu.compiler, "version": _compiler_version(cpu.compiler)},
+        "system": {"os": platform.platform(), "python": platform.python_version()},
+        "packages": {name: _version(name) for name in PACKAGES},
+        "kernels": _kernels(_device(machine.device, cpu)),
+        "libraries": libraries,
+        "problems": [*_problems(cpu), *doctor_libraries.problems(libraries)],
+    }
+
+
+def _device(kind: str, cpu: Device) -> Device:
+    if kind == "cpu":
+        return cpu
+    from moe_engine.kernels.device import probe
+
+    return probe(kind)
+
+
+def _kernels(device: Device) -> dict[str, dict[str, str]]:
+    """For each family and row: ``runs``, or ``does not run`` with the reason, in bfloat16."""
+    found: dict[str, dict[str, str]] = {}
+    for family, table in FAMILIES.items():
+        kind = "gqa" if table == "GQA" else "mla"
+        need = Need("bfloat16", attention=kind)
+        reasons = {row.name: row.why_not(device, need) for row in getattr(tables, table)}
+        found[family] = {name: f"does not run: {why}" if why else "runs" for name, why in reasons.items()}
+    return found
+
+
+def _compiler_version(compiler: str | None) -> str | None:
+    if compiler is None:
+        return None
+    try:
+        output = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=5).stdout
+        return output.splitlines()[0] if output else None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _problems(cpu: Device) -> list[str]:
+    found = []
+    if cpu.compiler is None:
+        found.append("no C++ compiler: the slower torch kernels will run; install g++ (Debian: apt install g++)")
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if free < 1 << 30:
+        found.append(f"only {gb(free)} free in {tempfile.gettempdir()}: compiled kernels and sockets live there")
+    shm = Path("/dev/shm")
+    if shm.exists() and shutil.disk_usage(shm).free < 64 << 20:
+        found.append("/dev/shm is nearly full; start the container with --shm-size 1g")
+    limit = _open_files()
+    if limit is not None and limit < LEAST_FILES:
+        found.append(f"at most {limit} open files: many connections need more; run `ulimit -n 65536` first")
+    for package in ("torch", "tokenizers", "fastapi", "uvicorn"):
+        if _version(package) is None:
+            found.append(f"{package} is not installed: pip install {package}")
+    return found
+
+
+def _open_files() -> int | None:
+    try:
+        import resource
+
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    except (ImportError, OSError):
+        return None
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The findings as aligned text."""
+    memory, cpu = found["memory"], found["cpu"]
+    used = f"{found['device']['kind']} ({found['device']['reason']})"
+    rows = [
+        ("device", f"{found['device']['name']}, {used}"),
+        ("memory", f"{gb(memory['available_bytes'])} of {gb(memory['total_bytes'])} available, {memory['source']}"),
+        ("cpu", f"{cpu['name']}: {cpu['cores']} cores to use of {cpu['logical_cpus']} logical"),
+        ("cpu flags", " ".join(cpu["flags"]) or "none that matter here"),
+        ("compiler", found["compiler"]["version"] or found["compiler"]["path"] or "none"),
+        ("system", f"{found['system']['os']}, Python {found['system']['python']}"),
+        ("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in found["packages"].items())),
+    ]
+    if found["device"]["kind"] == "cuda":
+        rows.insert(2, ("GPU memory", f"{gb(memory['device_available_bytes'])} free"))
+    lines = [f"{name:<11} {text}" for name, text in rows]
+    lines += ["", "kernels (bfloat16):"]
+    for family, table in found["kernels"].items():
+        lines += [f"  {family:<16} {name:<10} {verdict}" for name, verdict in table.items()]
+    lines += ["", "GPU libraries:", *(f"  {name:<18} {verdict}" for name, verdict in found["libraries"].items())]
+    problems = found["problems"]
+    lines += ["", "problems:" if problems else "no problems found", *(f"  {text}" for text in problems)]
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""The report as text: tables and a heat map of characters, coloured where the terminal can.
+
+Legend: L layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_engine.cli.experts_report.dumps import ExpertCounts
+from moe_engine.cli.experts_report.statistics import Gain, LayerStatistics
+
+SHADES = " ·░▒▓█"
+LIMITS = (0.25, 0.75, 1.5, 3.0, 6.0)
+"""Multiples of the layer's mean at which the next shade begins."""
+COLOURS = ("grey35", "grey50", "green", "yellow", "dark_orange", "red")
+
+
+def summary(counts: ExpertCounts, layers: Sequence[LayerStatistics]) -> str:
+    """Two lines: what was read, and how uneven it is on the whole."""
+    passes, num_layers, experts = counts.passes.shape
+    ranks = "" if counts.num_ranks is None else f" of {counts.num_ranks} rank{'s' * (counts.num_ranks > 1)}"
+    worst = max(layers, key=lambda layer: layer.imbalance)
+    return (
+        f"{passes} passes{ranks} (mode {counts.mode}); {len(layers)} MoE layers of {num_layers}, {experts} experts; "
+        f"{int(counts.passes.sum())} expert choices\n"
+        f"busiest expert / mean: {np.mean([layer.imbalance for layer in layers]):.2f} on average, "
+        f"{worst.imbalance:.2f} in layer {worst.layer}"
+    )
+
+
+def layer_table(layers: Sequence[LayerStatistics]) -> Table:
+    """One row a MoE layer."""
+    table = Table(title="Experts by layer", title_justify="left")
+    for name in ("layer", "choices", "max/mean", "idle", "top 10 %", "top 25 %"):
+        table.add_column(name, justify="right")
+    table.add_column("hottest experts (share of choices)", no_wrap=True)
+    for layer in layers:
+        table.add_row(
+            str(layer.layer),
+            str(layer.choices),
+            Text(f"{layer.imbalance:.2f}", style=COLOURS[_shade(layer.imbalance)]),
+            str(layer.num_idle),
+            f"{layer.top10:.1%}",
+            f"{layer.top25:.1%}",
+            "  ".join(f"{expert}: {share:.1%}" for expert, share in layer.hottest),
+        )
+    return table
+
+
+def gain_table(gains: Sequence[Gain]) -> Table:
+    """One row a layout: balancedness now, with EPLB, and with EPLB on traffic it has not seen."""
+    caption = (
+        "unseen: planned on the first half of the passes, judged on the second.  slowest rank: its tokens, against "
+        "trivial"
+    )
+    if any(gain.planned < gain.trivial or gain.slowest > 1 for gain in gains):
+        caption += (
+            ".  Plans are made for the sum of all passes and judged pass by pass: where single passes differ from "
+            "their sum a plan can be worse than trivial"
+        )
+    table = Table(
+        title="What EPLB would gain (balancedness: mean / max tokens of a rank, 1 is even)",
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+    )
+    for name in ("EP size", "nodes", "redundant", "slots/rank", "trivial", "EPLB", "unseen", "slowest rank"):
+        table.add_column(name, justify="right")
+    for gain in gains:
+        layout = gain.layout
+        table.add_row(
+            *map(str, (layout.num_ranks, layout.num_nodes, layout.num_redundant, layout.slots_per_rank)),
+            f"{gain.trivial:.3f}",
+            f"{gain.planned:.3f}",
+            "-" if gain.unseen is None else f"{gain.unseen:.3f}",
+            f"{gain.slowest - 1:+.1%}",
+        )
+    return table
+
+
+def heat_map(total: NDArray[np.int64], width: int) -> Text:
+    """A line a MoE layer, a character for one or more experts (then the hottest of them).
+
+    Args:
+        total: [L, E].
+        width: of the terminal, in characters.
+    """
+    layers = np.flatnonzero(total.any(axis=1))
+    heat = total[layers] / total[layers].mean(axis=1, keepdims=True)
+    per_cell = -(-heat.shape[1] // max(1, width - 8))
+    padded = np.pad(heat, ((0, 0), (0, -heat.shape[1] % per_cell)))
+    cells = padded.reshape(len(layers), -1, per_cell).max(axis=2)
+    text = Text()
+    for layer, row in zip(layers.tolist(), cells.tolist()):
+        text.append(f"{layer:>5}  ")
+        for value in row:
+            text.append(SHADES[_shade(value)], style=COLOURS[_shade(value)])
+        text.append("\n")
+    text.append(f"layer  {per_cell} experts a character; times the layer's mean:")
+    for index, shade in enumerate(SHADES):
+        below = f"<{LIMITS[index]:g}" if index < len(LIMITS) else f">={LIMITS[-1]:g}"
+        text.append(f" '{shade}' {below}", style=COLOURS[index])
+    return text
+
+
+def _shade(value: float) -> int:
+    return sum(value >= limit for limit in LIMITS)
+
+
+def console() -> Console:
+    """Standard output, as wide as the terminal; wide enough for the tables where it is a pipe."""
+    found = Console(highlight=False, markup=False)
+    return found if found.is_terminal else Console(highlight=False, markup=False, width=max(found.width, 120))

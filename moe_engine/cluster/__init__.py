@@ -1,0 +1,1 @@
+"""Processes and nodes: start, rendezvous, heartbeats, failure detection, supervision."""

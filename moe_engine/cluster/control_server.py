@@ -1,0 +1,297 @@
+"""The leader's end of the control channel: a thread that answers ranks, feeds the watch and ends a lost group."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from moe_engine.cluster.failure_detector import TICK_SECONDS, FailureDetector
+from moe_engine.cluster.liveness_echo import echo_of, echoed
+from moe_engine.cluster.peers import Peers
+from moe_engine.core.executor import Survivors
+from moe_engine.errors import EngineDeadError, MoeEngineError
+from moe_engine.executor import messages
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.processes.frames import FrameReader
+from moe_engine.processes.watched_thread import start_watched
+from moe_engine.processes.zmq_sockets import SECRET_HINT, HandshakeMonitor, bind
+
+logger = logging.getLogger("moe_engine")
+
+PING_SECONDS = 0.5
+MAX_RECEIVED = 1024
+"""Messages read in one turn, so that a flood of them does not keep this thread from the watch and from its answers."""
+
+
+@dataclass
+class RankCall:
+    """A call under way: who has answered."""
+
+    future: Future[list[Any]]
+    asked: list[int]
+    answers: dict[int, Any] = field(default_factory=dict)
+
+
+class ControlServer:
+    """Serves one address until `close`. Every rank is told when the watch has a verdict.
+
+    Args:
+        address: to bind: ``ipc://PATH`` or ``tcp://HOST:PORT``.
+        on_board: told what a scheduler on another node shows on its status board: group and values.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        options: RankGroupOptions,
+        watch: FailureDetector,
+        on_board: Callable[[int, list[float]], None] = lambda group, values: None,
+    ) -> None:
+        self._options = options
+        self._on_board = on_board
+        self._watch = watch
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._monitor = HandshakeMonitor(self._socket)
+        self.address = bind(self._socket, address, options.keys, options.leader_flag)
+        self._reader = FrameReader("control channel of the ranks", messages.decode_to_leader)
+        self._peers = Peers(options)
+        self._pinged = 0.0
+        self._asked: queue.SimpleQueue[tuple[str, Future[list[Any]], int]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, messages.Answers]] = queue.SimpleQueue()
+        self._calls: dict[int, RankCall] = {}
+        self._call_ids = itertools.count()
+        watch.on_verdict(self._fail_calls)
+        watch.on_survivors(self._regroup)
+        self._welcome: messages.Welcome | None = None
+        self._uninvited: set[int] = set()  # ranks that wait for their welcome
+        self._closing = threading.Event()
+        self._thread = start_watched("rank control", self._run, watch.give_up)
+
+    def invite(self, welcome: messages.Welcome) -> None:
+        """Sends the welcome to every rank, now and to those that come later, each with its group's plan address."""
+        self._welcome = welcome
+
+    def call_all(self, method: str, asking: int = 0) -> Future[list[Any]]:
+        """Has every rank but the one `asking` run one of `worker.calls`; their answers in order. `RankLost` if one is
+        lost; where the others go on, theirs count."""
+        future: Future[list[Any]] = Future()
+        self._asked.put((method, future, asking))
+        return future
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages that were no member's."""
+        return self._reader.num_dropped
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        began = last = time.monotonic()
+        told, released, dismissed = began, False, False
+        while not self._closing.is_set():
+            if self._socket.poll(int(TICK_SECONDS * 1000)):
+                self._receive()
+            if failed := self._monitor.num_failed():
+                self._reader.drop(f"{failed} connections were refused in their handshake: {SECRET_HINT}")
+            now = time.monotonic()
+            if now - last >= TICK_SECONDS:
+                self._watch.tick(now - last)
+                last = now
+            self._ping(now)
+            self._invite_those_that_can_come()
+            self._begin_calls()
+            while not self._answers.empty():
+                self._tell_rank(*self._answers.get())
+            if self._watch.all_loaded and not released:
+                released = True
+                self._tell_all(messages.Go(self._watch.step_addresses))
+            if self._watch.verdict is not None and not dismissed:
+                dismissed = True
+                self._tell_all(messages.Leave(str(self._watch.verdict)))
+            if not self._watch.all_loaded and self._watch.verdict is None:
+                told = self._wait_patiently(now, began, told)
+        self._monitor.close()
+        self._socket.close()
+
+    def _wait_patiently(self, now: float, began: float, told: float) -> float:
+        """Says who is waited for from time to time; gives up at the end. Returns when it last said something."""
+        limits, waited = self._options.limits, now - began
+        if waited > limits.start:
+            self._watch.give_up(f"not ready after {waited:.0f} s: {self._watch.waited_for()}")
+        elif now - told >= limits.progress:
+            logger.info("Waiting for ranks, %.0f of %.0f s: %s", waited, limits.start, self._watch.waited_for())
+            return now
+        return told
+
+    def _receive(self) -> None:
+        """What has arrived, up to `MAX_RECEIVED` messages. Whatever is no message of a member is dropped."""
+        for _ in range(MAX_RECEIVED):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if (echo := echoed(identity)) is not None:
+                if (rank := self._peers.rank_of(echo)) is not None:
+                    self._watch.runs(rank)
+            elif (message := self._reader.take(frames)) is not None:
+                if (refusal := self._refusal(identity, message)) is not None:
+                    self._reader.drop(refusal)
+                else:
+                    self._take(message)
+                    self._acknowledge(identity)
+
+    def _refusal(self, identity: bytes, message: messages.ToLeader) -> str | None:
+        """Why a message does not count; None for those of members. A Hello or NodeHere makes its sender a
+        member, or is answered by `Leave` with the reason."""
+        if isinstance(message, messages.Hello):
+            refusal = self._peers.join_rank(identity, message.rank)
+        elif isinstance(message, messages.NodeHere):
+            refusal = self._peers.join_node(identity, message.node_rank)
+        elif isinstance(message, messages.NodeRefused):
+            refusal = "the start is over" if self._watch.armed else None
+        else:
+            return self._peers.refusal(identity, message)
+        if refusal is None:
+            return None
+        self._tell(identity, messages.Leave(str(self._watch.verdict or refusal)))
+        return f"{message.host} (pid {message.pid}) asks to join, and {refusal}"
+
+    def _acknowledge(self, identity: bytes) -> None:
+        verdict = self._watch.verdict
+        self._tell(identity, messages.Leave(str(verdict)) if verdict is not None else messages.Alive())
+
+    def _ping(self, now: float) -> None:
+        """During the start, when beats may be missing from ranks that are well."""
+        if self._watch.armed or now - self._pinged < PING_SECONDS:
+            return
+        self._pinged = now
+        for identity in self._peers.of_ranks:
+            self._socket.send_multipart([echo_of(identity), b""])
+
+    def _take(self, message: messages.ToLeader) -> None:
+        watch = self._watch
+        if isinstance(message, messages.Hello):
+            self._greet(message)
+        elif isinstance(message, messages.Beat):
+            watch.beat(message.rank, message.position)
+            if message.board:
+                self._on_board(self._options.places[message.rank].group, message.board)
+        elif isinstance(message, messages.Loaded):
+            watch.loaded(message.rank, message.kernels, message.core_address, message.step_address, facts=message.facts)
+        elif isinstance(message, messages.Failed):
+            watch.failed(
+                message.rank,
+                message.message,
+                peer_lost=message.peer_lost,
+                config_error=message.config_error,
+                generation=message.generation,
+            )
+        elif isinstance(message, messages.Answer):
+            self._answered(message)
+        elif isinstance(message, messages.Ask):
+            self._ask_for(message)
+        elif isinstance(message, messages.Ended):
+            watch.end()
+        elif isinstance(message, messages.NodeRefused):
+            watch.give_up(f"on {message.host} (pid {message.pid}): {message.message}", config_error=True)
+        elif isinstance(message, messages.Died):
+            watch.died(message.rank, message.how)
+
+    def _greet(self, hello: messages.Hello) -> None:
+        self._uninvited.add(hello.rank)
+        self._watch.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
+        if hello.fingerprint != self._options.fingerprint:
+            who = self._watch.describe(hello.rank)
+            self._watch.give_up(f"{who} on {hello.host} was started with other flags than rank 0: start all alike")
+
+    def _begin_calls(self) -> None:
+        while not self._asked.empty():
+            method, future, asking = self._asked.get()
+            number, asked = next(self._call_ids), [rank for rank in self._living if rank != asking]
+            self._calls[number] = RankCall(future, asked)
+            for rank in asked:
+                self._tell_rank(rank, messages.Run(number, method))
+            self._end_if_answered(number)
+
+    def _ask_for(self, ask: messages.Ask) -> None:
+        """A rank that leads no other asks all others by way of this process."""
+
+        def answered(done: Future[list[Any]]) -> None:
+            error = done.exception()
+            values, why = (done.result(), "") if error is None else ([], str(error))
+            self._answers.put((ask.rank, messages.Answers(ask.id, values, why)))
+
+        self.call_all(ask.method, ask.rank).add_done_callback(answered)
+
+    def _answered(self, answer: messages.Answer) -> None:
+        call = self._calls.get(answer.id)
+        if call is None or answer.rank not in call.asked:
+            return
+        if answer.error:
+            if self._calls.pop(answer.id, None) is not None:  # else a verdict on another thread was quicker
+                call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
+            return
+        call.answers[answer.rank] = answer.value
+        self._end_if_answered(answer.id)
+
+    def _end_if_answered(self, number: int) -> None:
+        call = self._calls.get(number)
+        if call is None or not all(rank in call.answers for rank in call.asked):
+            return
+        if self._calls.pop(number, None) is not None:  # else a verdict on another thread was quicker
+            call.future.set_result([call.answers[rank] for rank in call.asked])
+
+    @property
+    def _living(self) -> list[int]:
+        return [rank for rank, alive in enumerate(self._watch.survivors.alive) if alive]
+
+    def _regroup(self, survivors: Survivors) -> None:
+        for rank in self._living:
+            self._tell_rank(rank, messages.Regroup(survivors))
+        for number, call in list(self._calls.items()):  # nobody waits for the lost, nor forgets what they have told
+            call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
+            self._end_if_answered(number)
+
+    def _fail_calls(self, error: MoeEngineError) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.future.set_exception(error)
+
+    def _invite_those_that_can_come(self) -> None:
+        if self._welcome is None or not self._uninvited:
+            return
+        places = self._options.places
+        for rank in list(self._uninvited):
+            group = places[rank].group
+            address = self._watch.plan_address_of(group) if group else self._welcome.plan_address
+            if address or self._options.group_size == 1:
+                self._uninvited.discard(rank)
+                self._tell_rank(rank, msgspec.structs.replace(self._welcome, plan_address=address))
+
+    def _tell_all(self, message: messages.ToRank) -> None:
+        for identity in self._peers.all:
+            self._tell(identity, message)
+
+    def _tell_rank(self, rank: int, message: messages.ToRank) -> None:
+        if (identity := self._peers.identity_of(rank)) is not None:
+            self._tell(identity, message)
+
+    def _tell(self, identity: bytes, message: messages.ToRank) -> None:
+        self._socket.send_multipart([identity, messages.encode(message)])

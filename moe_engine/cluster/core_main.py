@@ -1,0 +1,132 @@
+"""The engine core process: builds worker and scheduler from the resolved configuration and serves until told to stop;
+where ranks may be lost, it watches over their processes instead.
+
+Run as ``python -m moe_engine.cluster.core_main`` by `core_process`, with the specification on standard input.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import zmq
+
+from moe_engine import logs
+from moe_engine.cluster.core_spec import CoreSpec
+from moe_engine.cluster.multiproc_executor import MultiprocExecutor
+from moe_engine.cluster.rank_supervisor import RankSupervisor
+from moe_engine.core import messages
+from moe_engine.core.loop import EngineCore
+from moe_engine.core.setup import core_info, make_core
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.core.transport import ZmqTransport
+from moe_engine.errors import ConfigError, EngineDeadError
+from moe_engine.executor.make_worker import make_worker
+from moe_engine.models import registry
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.processes.child import read_spec
+from moe_engine.processes.zmq_sockets import connect
+
+logger = logging.getLogger("moe_engine")
+
+
+def main() -> int:
+    # torch's OpenMP threads would spin for milliseconds after each of its operators and take the cores from our own
+    # threads, the front end and everybody else. Read when torch is imported, so it is set before.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    spec: CoreSpec = read_spec()
+    config: ResolvedConfig = spec.config
+    logs.setup_logging(config.logging.log_level)
+    sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
+    for architecture in spec.outside_models:  # before there are ranks, which get them from here
+        registry.register(*architecture)
+    ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    connect(ready, spec.ready_address)
+    ranks: MultiprocExecutor | RankSupervisor | None = None
+    try:
+        ranks = _ranks(spec)
+        if isinstance(ranks, RankSupervisor):
+            info = ranks.start()
+            port = ZmqTransport(spec.to_core_of("hub"), spec.from_core_address)
+            run: Callable[[], None] = partial(ranks.run, port.send)
+        else:
+            core, port, info = _build(spec, ranks)
+            run = core.run
+    except Exception as error:
+        kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
+        text = str(error) if isinstance(error, ConfigError) else f"engine core failed to start: {kind}: {error}"
+        ready.send(messages.encode(messages.CoreFailed(text, kind, _details(error))))
+        ready.close(5000)
+        return _leave(ranks, 1)
+    ready.send(messages.encode(messages.CoreReady(info)))
+    ready.close(5000)
+    # What start-up left behind lives as long as the process: the collector need not walk it in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    return _leave(ranks, _serve(run, port))
+
+
+def _ranks(spec: CoreSpec) -> MultiprocExecutor | RankSupervisor | None:
+    """Starts those of this process's model, where it has several."""
+    config, options = spec.config, spec.ranks
+    if options is None:
+        return None
+    level, is_hub = config.logging.log_level, options.coverage is not None
+    logs.setup_logging(level, "hub" if is_hub else options.places[0].name)
+    return (RankSupervisor if is_hub else MultiprocExecutor)(config, options, spec, level)
+
+
+def _leave(ranks: MultiprocExecutor | RankSupervisor | None, code: int) -> int:
+    """Ends the other ranks, if there are any, and this process with them: a thread may hang in a lost collective."""
+    if ranks is None:
+        return code
+    ranks.close()
+    zmq.Context.instance().destroy(1000)
+    os._exit(code)
+
+
+def _details(error: Exception) -> str:
+    """The traceback, but of a lost rank, for the cause is elsewhere, and of what is the user's to mend."""
+    return "" if isinstance(error, EngineDeadError | ConfigError) else "".join(traceback.format_exception(error))
+
+
+def _serve(run: Callable[[], None], port: ZmqTransport) -> int:
+    try:
+        run()
+    except Exception as error:
+        logger.error("engine core stops: %s\n%s", error, _details(error))
+        named = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+        port.send(messages.CoreFailed(named))
+        port.close()
+        return 1
+    port.close()
+    return 0
+
+
+def _build(spec: CoreSpec, group: MultiprocExecutor | None) -> tuple[EngineCore, ZmqTransport, dict[str, Any]]:
+    config: ResolvedConfig = spec.config
+    board = SharedStatus(spec.board_path)
+    if group is None:
+        worker = make_worker(config)
+        port = ZmqTransport(spec.to_core_address, spec.from_core_address, keys=spec.keys)
+        core = make_core(config, worker, worker, port, board)
+        addresses = [port.address]
+    else:
+        driver, worker = group.start()
+        dp_sync = group.dp_sync()
+        port = ZmqTransport(spec.to_core_address, spec.from_core_address, group.mesh_socket, spec.keys)
+        core = make_core(config, driver, worker, port, board, check=group.check, dp_sync=dp_sync)
+        addresses = [port.address, *group.watch.core_addresses[1:]]
+    board.write(ready=1, last_turn=time.monotonic())
+    return core, port, {**core_info(config, worker), "core_addresses": addresses}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+"""Who of a group's ranks lives, who is late and who is lost: every sign of them comes here, and one verdict goes out.
+
+Silence is counted in this process's own ticks, not by comparing clocks: a time in which the watching process was itself
+held up counts for two ticks at most, so a machine that sleeps or swaps does not lose its ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_engine.core.executor import RankLost, Survivors
+from moe_engine.executor.options import RankPlace, WatchLimits
+from moe_engine.executor.progress import Position
+from moe_engine.parallel.placement.coverage import Coverage
+
+logger = logging.getLogger("moe_engine")
+
+TICK_SECONDS = 0.1
+RECENT_STEPS = 32
+GATHER_SECONDS = 0.15
+"""After a loss, for others that go at the same moment: the ranks that are left regroup once."""
+NOBODY_BEHIND = 1 << 60
+NO_FACTS: Mapping[str, Any] = {}
+SUSPECT_SILENT_SECONDS = 0.8
+"""Silence enough to be the one, when a collective has failed and so somebody is lost."""
+
+
+class Silence:
+    """Seconds since something was last heard, as far as this process was awake."""
+
+    def __init__(self, tick: float = TICK_SECONDS) -> None:
+        self._tick = tick
+        self.seconds = 0.0
+
+    def heard(self) -> None:
+        self.seconds = 0.0
+
+    def pass_time(self, elapsed: float) -> None:
+        self.seconds += min(elapsed, 2 * self._tick)
+
+
+@dataclass
+class RankState:
+    place: RankPlace
+    host: str = ""
+    pid: int = 0
+    loaded: bool = False
+    kernels: Mapping[str, str] | None = None
+    plan_address: str = ""
+    core_address: str = ""
+    step_address: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    position: Position = field(default_factory=Position)
+    silence: Silence = field(default_factory=Silence)
+    still: Silence = field(default_factory=Silence)
+    """Since it last moved on."""
+    told: bool = False
+    """That it is late where it is now, or in its start silent, was logged."""
+
+
+class FailureDetector:
+    """Gathers signs from any thread; `tick` belongs to one. Implements `executor.leader_worker.Watch`.
+
+    Args:
+        position: where rank 0 is, where this process is it; None where rank 0 is watched like any other.
+        own: (host, pid) of rank 0, where this process is it.
+        coverage: where ranks may be lost without a verdict, as long as it covers those that are left.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[RankPlace],
+        limits: WatchLimits,
+        position: Callable[[], Position] | None = None,
+        own: tuple[str, int] = ("", 0),
+        coverage: Coverage | None = None,
+    ) -> None:
+        self.verdict: RankLost | None = None
+        self.survivors = Survivors((True,) * len(places))
+        self._coverage = coverage
+        self._missing: dict[int, str] = {}  # ranks lost since the last announcement, and how
+        self._gathering = Silence()
+        self._on_survivors: list[Callable[[Survivors], None]] = []
+        self.config_error = False
+        """Whether the verdict is about a flag or a checkpoint, which is for the user to mend."""
+        self._limits = limits
+        self._position = position
+        self._ranks = [RankState(place) for place in places]
+        self._ranks[0].host, self._ranks[0].pid = own
+        self._lock = threading.RLock()
+        self._listeners: list[Callable[[RankLost], None]] = []
+        self._seconds: deque[float] = deque([0.0], RECENT_STEPS)
+        self.armed = False
+        """Whether all are ready, so that a beat that is missing tells something."""
+        self.ending = False
+        """Whether ranks were told to end, or have: their going is no loss."""
+        self._suspicion: tuple[int, str] | None = None
+        self._suspected = Silence()
+        self._slow_told = -1
+
+    # -- signs
+
+    def joined(self, rank: int, host: str, pid: int, plan_address: str = "") -> None:
+        state = self._ranks[rank]
+        state.host, state.pid, state.plan_address = host, pid, plan_address
+        state.silence.heard()
+
+    def beat(self, rank: int, position: Position) -> None:
+        self.runs(rank)
+        self._moved(self._ranks[rank], position)
+
+    def runs(self, rank: int) -> None:
+        """Its process lives and can be reached."""
+        state = self._ranks[rank]
+        state.silence.heard()
+        if not self.armed:
+            state.told = False
+
+    def loaded(
+        self,
+        rank: int,
+        kernels: Mapping[str, str],
+        core_address: str = "",
+        step_address: str = "",
+        facts: Mapping[str, Any] = NO_FACTS,
+    ) -> None:
+        """Ranks with other kernels would differ in the last bits and so, some day, in a token."""
+        with self._lock:
+            state = self._ranks[rank]
+            state.core_address, state.step_address, state.facts = core_address, step_address, facts
+            state.kernels = kernels
+            expected = self._ranks[0].kernels
+            for other in self._ranks:
+                if None not in (expected, other.kernels) and other.kernels != expected:
+                    self._decide(
+                        f"{self.describe(other.place.rank)} chose the kernels {other.kernels}, rank 0 {expected}: "
+                        "name the same for all with --attention-backend and its like",
+                        config_error=True,
+                    )
+            state.loaded = True
+
+    def died(self, rank: int, how: str) -> None:
+        """`how` names the process."""
+        if not self.ending:
+            self._lose([rank], f"{how} ({self._seen(rank)})")
+
+    def failed(
+        self, rank: int, message: str, *, peer_lost: bool = False, config_error: bool = False, generation: int = 0
+    ) -> None:
+        """With `peer_lost` the rank at fault is another, which gets time to show; else it is this one. In groups that
+        were given up since, failing is no news."""
+        if generation != self.survivors.generation or self._missing:
+            return
+        if not peer_lost:
+            self._decide(f"{self.describe(rank)} failed: {message}", config_error)
+            return
+        with self._lock:
+            if self._suspicion is None:
+                self._suspicion = (rank, message)
+
+    def stepped(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    # -- answers
+
+    @property
+    def all_loaded(self) -> bool:
+        return all(state.loaded for state in self._ranks)
+
+    def plan_address_of(self, group: int) -> str:
+        """Where a group's plans come from; empty until its scheduler is up."""
+        return self._scheduler_of(group).plan_address
+
+    @property
+    def core_addresses(self) -> list[str]:
+        """Of all schedulers, by group, when all have loaded; empty for this process's own."""
+        return [state.core_address for state in self._ranks if state.place.leads]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What rank 0's core told of itself, where this process is not it."""
+        return dict(self._ranks[0].facts)
+
+    @property
+    def step_addresses(self) -> list[str]:
+        return [state.step_address for state in self._ranks if state.place.leads]
+
+    def _scheduler_of(self, group: int) -> RankState:
+        return next(state for state in self._ranks if state.place.leads and state.place.group == group)
+
+    @property
+    def _living(self) -> list[RankState]:
+        return [state for state in self._ranks if self.survivors.alive[state.place.rank]]
+
+    def slowest_steps_done(self) -> int:
+        return min((state.position.steps_done for state in self._ranks[1:]), default=NOBODY_BEHIND)
+
+    def describe(self, rank: int) -> str:
+        """``DP0 TP3 (pid 4242 on node7)``."""
+        state = self._ranks[rank]
+        several = any(other.place.node_rank for other in self._ranks)
+        host = f" on {state.host or f'node {state.place.node_rank}'}" if several else ""
+        return f"{state.place.name} (pid {state.pid}{host})" if state.pid else f"{state.place.name} (not there{host})"
+
+    def waited_for(self) -> str:
+        """The ranks that are not ready: whom a start waits for."""
+        return ", ".join(
+            self.describe(state.place.rank) + (f" {state.position.phase}" if state.pid else "")
+            for state in self._ranks
+            if not state.loaded
+        )
+
+    def on_verdict(self, listener: Callable[[RankLost], None]) -> None:
+        """Calls `listener(verdict)` once, at once if it is known already."""
+        with self._lock:
+            self._listeners.append(listener)
+            verdict = self.verdict
+        if verdict is not None:
+            listener(verdict)
+
+    def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
+        """Calls `listener` each time ranks were lost and the others go on."""
+        self._on_survivors.append(listener)
+
+    # -- time
+
+    def arm(self) -> None:
+        """The start is over: from now on lateness counts, and silence sooner."""
+        for state in self._ranks:
+            state.silence.heard()
+            state.still.heard()
+        self.armed = True
+
+    def end(self) -> None:
+        """From now on the going of a rank is no loss."""
+        self.ending = True
+
+    def give_up(self, message: str, *, config_error: bool = False) -> None:
+        """A verdict that names its ranks itself."""
+        self._decide(message, config_error)
+
+    def tick(self, elapsed: float) -> None:
+        if self.ending or self.verdict is not None:
+            return
+        if self._position is not None:
+            self._moved(self._ranks[0], self._position())
+            self._ranks[0].silence.heard()
+        if self._missing:
+            self._gathering.pass_time(elapsed)
+            if self._gathering.seconds >= GATHER_SECONDS:
+                self._announce()
+            return
+        if self._suspicion is not None:
+            self._suspected.pass_time(elapsed)
+            if self._suspected.seconds > self._limits.silent + 1:
+                self._decide_suspicion(*self._suspicion)
+        for state in self._living:
+            state.silence.pass_time(elapsed)
+            state.still.pass_time(elapsed)
+        if self.armed:
+            self._find_silent()
+            self._tell_late()
+        else:
+            self._find_silent_start()
+
+    def _seen(self, rank: int) -> str:
+        """Where a rank was by its last sign, and, as that may be a moment old, where this process is."""
+        where = f"last sign: {self._ranks[rank].position.describe()}"
+        if self._position is None or not self.armed:
+            return where
+        return f"{where}; rank 0 now: {self._position().describe()}"
+
+    def _find_silent(self) -> None:
+        limit = self._limits.silent if self._suspicion is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
+        self._decide_silent([state for state in self._living if state.silence.seconds > limit])
+
+    def _find_silent_start(self) -> None:
+        """Of those that have been there; the others are named while they are waited for."""
+        joined = [state for state in self._ranks if state.pid]
+        for state in joined:
+            if state.silence.seconds > self._limits.start_late and not state.told:
+                state.told = True
+                name, where = self.describe(state.place.rank), self._seen(state.place.rank)
+                logger.warning("%s gives no sign for %.1f s of the start (%s)", name, state.silence.seconds, where)
+        self._decide_silent([state for state in joined if state.silence.seconds > self._limits.start_silent])
+
+    def _decide_silent(self, silent: list[RankState]) -> None:
+        if silent:
+            ranks = [state.place.rank for state in silent]
+            names = ", ".join(map(self.describe, ranks))
+            seconds, seen = silent[0].silence.seconds, self._seen(ranks[0])
+            self._lose(ranks, f"{names} silent for {seconds:.1f} s: stopped, or its machine or link is down ({seen})")
+
+    def _tell_late(self) -> None:
+        """Ranks that others are ahead of and that do not move; or, where all stand still together, the step."""
+        limit, living = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._living
+        front = max(state.position.order for state in living)
+        if all(state.position.step < 0 and state.position.order == front for state in living):
+            for state in living:
+                state.still.heard()  # at rest
+            return
+        still = [state for state in living if state.still.seconds > limit]
+        for state in still:
+            if state.position.order < front and not state.told:
+                state.told = True
+                name, where = self.describe(state.place.rank), state.position.describe()
+                logger.warning("%s is late: %s, %.1f s", name, where, state.still.seconds)
+        leader = living[0].position
+        together = len(still) == len(living) and all(state.position.order == front for state in still)
+        if together and leader.step >= 0 and self._slow_told != leader.step:
+            self._slow_told = leader.step
+            seconds = min(state.still.seconds for state in still)
+            logger.warning("Every rank is slow: %s, %.1f s", leader.describe(), seconds)
+
+    def _decide_suspicion(self, rank: int, message: str) -> None:
+        """A collective failed and nobody died or fell silent: the rank that is furthest behind did not come to it."""
+        last = min(self._living, key=lambda state: state.position.order)
+        if last.position.order < max(state.position.order for state in self._living):
+            name, where = self.describe(last.place.rank), last.position.describe()
+            self._decide(f"{name} did not come along: {where}; on {self._ranks[rank].place.name}: {message}")
+        else:
+            self._decide(f"{self.describe(rank)} failed: {message}")
+
+    def _moved(self, state: RankState, position: Position) -> None:
+        if (position.order, position.step) != (state.position.order, state.position.step):
+            state.still.heard()
+            state.told = False
+        state.position = position
+
+    def _lose(self, ranks: Sequence[int], message: str) -> None:
+        """These are gone. A verdict, unless the others can do without."""
+        with self._lock:
+            gone = [rank for rank in ranks if self.survivors.alive[rank] and rank not in self._missing]
+            if not gone:
+                return
+            left = sum(self.survivors.alive) - len(self._missing) - len(gone)
+            if self._coverage is None or not self.armed:
+                self._decide(message)
+            elif left == 0 or not self._coverage.covers(left):
+                lost = "; ".join(dict.fromkeys([*self._missing.values(), message]))
+                self._decide(f"{lost}; {self._uncovered(self._coverage, left)}")
+            else:
+                self._missing |= dict.fromkeys(gone, message)
+                self._gathering.heard()
+
+    def _uncovered(self, coverage: Coverage, left: int) -> str:
+        needed = coverage.redundant_needed(left, len(self._ranks))
+        return (
+            f"{left} of {len(self._ranks)} ranks cannot hold {coverage.num_experts} experts in {coverage.slots} slots "
+            f"each: --ep-num-redundant-experts {needed} would have covered the loss"
+        )
+
+    def _announce(self) -> None:
+        """Those that were lost a moment ago, all at once, to everybody."""
+        with self._lock:
+            alive = tuple(lives and rank not in self._missing for rank, lives in enumerate(self.survivors.alive))
+            lost = "; ".join(dict.fromkeys(self._missing.values()))
+            self._missing, self._suspicion, self._suspected = {}, None, Silence()
+            self.survivors = Survivors(alive, (*self.survivors.losses, lost))
+            for state in self._living:
+                state.position, state.told = Position(), False
+                state.still.heard()
+        for listener in list(self._on_survivors):
+            listener(self.survivors)
+
+    def _decide(self, message: str, config_error: bool = False) -> None:
+        with self._lock:
+            if self.verdict is not None:
+                return
+            self.config_error = config_error
+            self.verdict = RankLost(message)
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(self.verdict)

@@ -1,0 +1,176 @@
+"""Rank 0's side of a world that needs all of its ranks: brings them up, hands out the worker that drives its own group,
+takes all down. Where ranks may be lost, a `RankSupervisor` stands above them instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from moe_engine.cluster.control_server import ControlServer
+from moe_engine.cluster.failure_detector import FailureDetector
+from moe_engine.cluster.rank_process import LocalRanks
+from moe_engine.core.dp_sync import DPSync, StepExchange
+from moe_engine.core.executor import RankLost
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.errors import ConfigError
+from moe_engine.executor import messages
+from moe_engine.executor.leader_worker import Failure, LeaderWorker, kernels_of
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.executor.plan_broadcast import PlanSender
+from moe_engine.executor.process_groups import RankWorld, open_store, quieten_torch
+from moe_engine.executor.progress import Progress
+from moe_engine.processes.addresses import LOOPBACK
+from moe_engine.processes.rendezvous_address import host_of
+from moe_engine.processes.watched_thread import start_watched
+
+if TYPE_CHECKING:
+    from moe_engine.cluster.core_spec import CoreSpec
+
+logger = logging.getLogger("moe_engine")
+
+STOP_SECONDS = 5.0
+"""For followers to finish the steps that they were sent."""
+LEAVE_SECONDS = 0.6
+"""For followers to hear and to say why they leave."""
+
+
+class MultiprocExecutor:
+    """The ranks of one model. The process that holds it ends by `os._exit` after a `RankLost`: a thread of it may
+    hang in a collective.
+
+    Args:
+        spec: of this core, whose folder has the sockets of a single node.
+    """
+
+    def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
+        quieten_torch()
+        self._config = config
+        self._options = options
+        self._progress = Progress(lambda: "starting")
+        host = socket.gethostname()
+        own = host, os.getpid()
+        self.watch = FailureDetector(options.places, options.limits, self._progress.position, own)
+        self._lost = threading.Event()
+        self.watch.on_verdict(lambda verdict: self._lost.set())
+        folder = spec.board_path.parent
+        if options.leader_address is None:
+            control, plans, steps = (f"ipc://{folder}/{name}" for name in ("ranks", "plans-0", "steps-0"))
+        else:
+            control, plans, steps = options.leader_bind(), options.leader_bind("*"), options.leader_bind("*")
+        self._front_address = spec.front_address
+        self._boards = {
+            place.group: SharedStatus(spec.board_of(place.group))
+            for place in options.places
+            if place.leads and place.node_rank != options.node_rank
+        }
+        self._control = ControlServer(control, options, self.watch, self._show)
+        self.address = self._control.address
+        """Where ranks join."""
+        self._sender = PlanSender(plans, options.keys)
+        self._mesh = StepExchange(0, options.num_groups, steps, options.keys) if options.num_groups > 1 else None
+        self._ranks = LocalRanks(config, options, self.address, self.watch.died, log_level, spec)
+        self._worker: LeaderWorker | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the followers on this node, by rank."""
+        return self._ranks.pids
+
+    def start(self) -> tuple[LeaderWorker, Any]:
+        """Returns when every rank is ready: the worker of rank 0's group, and its own inside it.
+
+        Raises:
+            ConfigError: a rank refused the configuration or the checkpoint.
+            RankLost: a rank failed, died or did not come; names it.
+        """
+        began = time.monotonic()
+        prepared: list[Any] = []
+        start_watched("rank-start", partial(self._prepare, prepared), self.watch.give_up)
+        while not (self.watch.all_loaded and prepared):
+            self._ranks.find_held(self.watch.died)
+            if self._lost.wait(0.01):
+                self._raise()
+        if not self._sender.wait_subscribed(self._options.followers_of(0), self._options.limits.silent):
+            self.watch.give_up("a rank is ready but does not listen for plans")
+            self._raise()
+        self.watch.arm()
+        logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
+        own = prepared[0]
+        self._worker = LeaderWorker(own, self._sender, self.watch, self._progress, self._control.call_all)
+        return self._worker, own
+
+    def dp_sync(self) -> DPSync | None:
+        """With the schedulers of the other groups, after `start`; None with a single group."""
+        if self._mesh is None:
+            return None
+        self._mesh.connect(self.watch.step_addresses)
+        return DPSync(self._mesh, self.check)
+
+    @property
+    def mesh_socket(self) -> zmq.Socket[bytes] | None:
+        """Readable when another scheduler has begun a step."""
+        return None if self._mesh is None else self._mesh.socket
+
+    def check(self) -> None:
+        """Raises `RankLost` when a rank is lost."""
+        if self._worker is not None:
+            self._worker.check()
+
+    def close(self) -> None:
+        """Ends all ranks: after the steps in work, or at once if the group lost one."""
+        if self.watch.verdict is None and self._worker is not None:
+            self.watch.end()
+            self._worker.close()
+            self._ranks.stop(STOP_SECONDS)
+        else:
+            self.watch.give_up("the start was broken off")
+            self._ranks.stop(LEAVE_SECONDS)
+        self._sender.close()
+        if self._mesh is not None:
+            self._mesh.close()
+        self._control.close()
+
+    def _prepare(self, prepared: list[Any]) -> None:
+        options, place = self._options, self._options.places[0]
+        try:
+            if options.size > 1:
+                self._meet()
+            worker = options.make_worker(self._config, place, self._progress)
+        except Exception as error:
+            logger.debug("rank 0 failed to start", exc_info=True)
+            failure = Failure.of(error)
+            self.watch.failed(0, failure.message, peer_lost=failure.peer_lost, config_error=failure.config_error)
+            return
+        self._progress.ready = True
+        prepared.append(worker)
+        steps = self._mesh.address if self._mesh is not None else ""
+        self.watch.loaded(0, kernels_of(worker), step_address=steps)
+
+    def _meet(self) -> None:
+        """Opens the store, tells the others where it is, and joins them."""
+        options = self._options
+        host = LOOPBACK if options.leader_address is None else host_of(self.address)
+        self._store = open_store(options, host)
+        welcome = messages.Welcome(
+            self._sender.address, host, self._store.port, self.watch.describe(0), self._front_address
+        )
+        self._control.invite(welcome)
+        RankWorld(options, options.places[0], host, self._store.port, self._store).join()
+
+    def _show(self, group: int, values: list[float]) -> None:
+        if group in self._boards:  # else its board is on this node
+            self._boards[group].unpack(values)
+
+    def _raise(self) -> None:
+        verdict = self.watch.verdict or RankLost("a rank is lost")
+        if self.watch.config_error:
+            raise ConfigError(str(verdict))
+        raise verdict

@@ -1,0 +1,146 @@
+"""The process of a follower rank: joins the others, builds its worker and runs the leader's plans until told to stop.
+
+Run as ``python -m moe_engine.cluster.rank_main`` by `cluster.rank_process`, specification on standard input. Three
+things go on at once: this thread receives plans, the worker's thread runs them, the link's thread shows that the
+process lives and ends it when the leader says so or is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from moe_engine import logs
+from moe_engine.cluster.heartbeat_client import LEAVE_SECONDS, HeartbeatClient, leave
+from moe_engine.cluster.peers import identity_of_process
+from moe_engine.cluster.rank_process import RankSpec
+from moe_engine.errors import MoeEngineError
+from moe_engine.executor import messages
+from moe_engine.executor.leader_worker import LocalWorker, call_one, kernels_of
+from moe_engine.executor.options import plan_name
+from moe_engine.executor.plan_broadcast import PlanReceiver, Stop
+from moe_engine.executor.process_groups import RankWorld, quieten_torch
+from moe_engine.executor.progress import Progress
+from moe_engine.models import registry
+from moe_engine.processes.child import read_spec
+
+if TYPE_CHECKING:
+    from moe_engine.cluster.dp_rank import SchedulingRank
+
+logger = logging.getLogger("moe_engine")
+
+RECEIVE_SECONDS = 0.5
+
+
+def main() -> NoReturn:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in core_main: before torch is imported
+    quieten_torch()
+    spec: RankSpec = read_spec()
+    logs.setup_logging(spec.log_level, spec.place.name)
+    sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
+    for architecture in spec.outside_models:
+        registry.register(*architecture)
+    rank = _scheduling(spec) if spec.place.leads else Follower(spec)
+    code = 1
+    try:
+        code = rank.run()
+    except BaseException:
+        logger.critical("This rank failed", exc_info=True)
+    finally:
+        os._exit(code)  # a thread that hangs in a collective must not keep the process
+
+
+def _scheduling(spec: RankSpec) -> SchedulingRank:
+    from moe_engine.cluster.dp_rank import SchedulingRank
+
+    return SchedulingRank(spec)
+
+
+class Follower:
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._rank = spec.place.rank
+        self._said_idle = False
+        self._progress = Progress(lambda: "starting", on_stride=lambda: self._link.hurry())
+        hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
+        limits = spec.options.limits
+        self._worker: Future[LocalWorker] = Future()
+        self._link = HeartbeatClient(
+            spec.control_address,
+            identity_of_process(f"rank{self._rank}"),
+            hello,
+            self._sign,
+            limits,
+            leave,
+            self._call,
+            keys=spec.options.keys,
+        )
+
+    def run(self) -> int:
+        """Returns the exit code after an orderly end; a lost group ends the process from the link's thread."""
+        try:
+            self._run()
+        except Exception as error:
+            self._link.send_failure(self._rank, error)
+            time.sleep(LEAVE_SECONDS)  # the leader ends this process
+            return 1
+        return 0
+
+    def _run(self) -> None:
+        welcome = self._link.welcome.result()
+        receiver = PlanReceiver(welcome.plan_address, plan_name(self._rank), self._spec.options.keys)
+        preparing = ThreadPoolExecutor(1, "rank-start").submit(self._prepare, welcome)
+        preparing.add_done_callback(self._prepared)
+        while True:
+            try:
+                message = receiver.receive(RECEIVE_SECONDS)
+            except MoeEngineError as error:
+                self._link.send_failure(self._rank, error)
+                continue
+            if isinstance(message, Stop):
+                break
+            if message is not None:  # plans come when all ranks are ready
+                self._progress.begin(message.plan)
+                if self._said_idle:
+                    self._link.hurry()  # so that the leader knows where we are if this is our last step
+                preparing.result().execute(message.plan).add_done_callback(self._stepped)
+        if preparing.done() and not preparing.exception():
+            preparing.result().close()
+        self._link.close()
+
+    def _prepare(self, welcome: messages.Welcome) -> LocalWorker:
+        spec = self._spec
+        RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port).join()
+        worker: LocalWorker = spec.options.make_worker(spec.config, spec.place, self._progress)
+        self._progress.ready = True
+        self._worker.set_result(worker)
+        self._link.send(messages.Loaded(self._rank, kernels_of(worker)))
+        return worker
+
+    def _prepared(self, future: Future[LocalWorker]) -> None:
+        if (error := future.exception()) is not None:
+            self._link.send_failure(self._rank, error)
+
+    def _stepped(self, future: Future[Any]) -> None:
+        self._progress.done(future)
+        error = future.exception()
+        if error is not None:
+            self._link.send_failure(self._rank, error)
+
+    def _call(self, method: str) -> Future[Any]:
+        """Calls come when all ranks are ready."""
+        return call_one(self._worker.result(), method)
+
+    def _sign(self) -> messages.Beat:
+        position = self._progress.position()
+        self._said_idle = position.step < 0
+        return messages.Beat(self._rank, position)
+
+
+if __name__ == "__main__":
+    main()

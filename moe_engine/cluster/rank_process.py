@@ -1,0 +1,94 @@
+"""The rank processes of this node, as their parent sees them: that is rank 0, or a hub where ranks may be lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from moe_engine.executor.options import RankGroupOptions, RankPlace
+from moe_engine.models import registry
+from moe_engine.processes.child import ChildProcess
+from moe_engine.processes.stopped import StoppedProcessDetector
+
+if TYPE_CHECKING:
+    from moe_engine.cluster.core_spec import CoreSpec
+
+RANK_MODULE = "moe_engine.cluster.rank_main"
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """All a rank's process needs; travels as a pickle from its parent, never over the network."""
+
+    config: Any
+    options: RankGroupOptions
+    place: RankPlace
+    control_address: str
+    log_level: str
+    outside_models: list[tuple[str, str, str]]
+    import_path: list[str]
+    front: CoreSpec | None = None
+    """On the leader's node: the front end's folder, with sockets and boards."""
+
+
+class LocalRanks:
+    """Starts this node's ranks and watches them; not rank 0, unless ranks may be lost: it is their parent.
+
+    Args:
+        front: of the core that leads, on its node.
+        on_exit: called from a watcher thread with the rank and a sentence that names its process and how it ended.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        options: RankGroupOptions,
+        control_address: str,
+        on_exit: Callable[[int, str], None],
+        log_level: str = "info",
+        front: CoreSpec | None = None,
+    ) -> None:
+        of_others = options.local_places if options.coverage else [p for p in options.local_places if p.rank]
+        self._silent = options.limits.silent
+        self._children: dict[int, ChildProcess] = {}
+        for place in of_others:
+            spec = RankSpec(config, options, place, control_address, log_level, registry.added(), list(sys.path), front)
+            self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(on_exit, place.rank))
+        self._held = {rank: StoppedProcessDetector(child) for rank, child in self._children.items()}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: child.pid for rank, child in self._children.items()}
+
+    @property
+    def returncodes(self) -> list[int | None]:
+        """None for a process that runs."""
+        return [child.returncode for child in self._children.values()]
+
+    def find_held(self, lost: Callable[[int, str], None]) -> None:
+        """Calls `lost` as `on_exit` for those that a signal has held for too long. To be called often."""
+        for rank, held in self._held.items():
+            if (seconds := held.seconds()) > self._silent:
+                child = self._children[rank]
+                lost(rank, f"{child.name} (pid {child.pid}) has been stopped by a signal for {seconds:.1f} s")
+
+    def stop(self, grace: float) -> None:
+        """Waits up to `grace` seconds for processes that were told to end, kills those that do not."""
+        deadline = time.monotonic() + grace
+        for child in self._children.values():
+            child.stop(max(0.0, deadline - time.monotonic()))
+
+    def end(self, ranks: Iterable[int]) -> None:
+        """Kills those that were lost: one that only stopped must not come back."""
+        for rank in ranks:
+            if rank in self._children:
+                self._children[rank].kill()
+
+    def kill(self) -> None:
+        for child in self._children.values():
+            child.kill()
+        self.stop(0.0)

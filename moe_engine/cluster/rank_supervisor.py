@@ -1,0 +1,117 @@
+"""The process above ranks that may be lost: it has no model, so that each of them is one like the others.
+
+All that a world hangs on is here: the watch, the control channel, the store through which ranks meet. Every rank is a
+child with a scheduler of its own, which the front end reaches directly.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from moe_engine.cluster.control_server import ControlServer
+from moe_engine.cluster.failure_detector import FailureDetector
+from moe_engine.cluster.rank_process import LocalRanks
+from moe_engine.core.executor import RankLost, Survivors
+from moe_engine.core.messages import GroupsLost
+from moe_engine.errors import ConfigError
+from moe_engine.executor import messages as rank_messages
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.executor.process_groups import open_store, quieten_torch
+from moe_engine.processes.addresses import LOOPBACK
+from moe_engine.processes.watched_thread import start_watched
+
+if TYPE_CHECKING:
+    from moe_engine.cluster.core_spec import CoreSpec
+
+logger = logging.getLogger("moe_engine")
+
+STOP_SECONDS = 5.0
+"""For ranks that have served to the end to leave."""
+LEAVE_SECONDS = 0.6
+"""For ranks to hear and to say why they leave."""
+LOOK_SECONDS = 0.01
+
+
+class RankSupervisor:
+    """The ranks of one model on one node, each an attention group.
+
+    Args:
+        spec: of this process, whose folder has the sockets and boards.
+    """
+
+    def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
+        quieten_torch()
+        self._options = options
+        self._news: queue.SimpleQueue[RankLost | Survivors] = queue.SimpleQueue()
+        self._watch = FailureDetector(options.places, options.limits, coverage=options.coverage)
+        self._watch.on_verdict(self._news.put)
+        self._watch.on_survivors(self._news.put)
+        control = f"ipc://{spec.board_path.parent}/ranks"
+        self._control = ControlServer(control, options, self._watch)
+        self._ranks = LocalRanks(config, options, control, self._watch.died, log_level, spec)
+        self._watch.on_survivors(
+            lambda survivors: self._ranks.end(rank for rank, alive in enumerate(survivors.alive) if not alive)
+        )
+        self._served = False
+
+    def start(self) -> dict[str, Any]:
+        """Returns when every rank is ready: the facts of `messages.CoreReady`.
+
+        Raises:
+            ConfigError: a rank refused the configuration or the checkpoint.
+            RankLost: a rank failed, died or did not come; names it.
+        """
+        began = time.monotonic()
+        start_watched("store", self._open, self._watch.give_up)
+        while not self._watch.all_loaded:
+            if self._watch.verdict is not None:
+                raise ConfigError(str(self._watch.verdict)) if self._watch.config_error else self._watch.verdict
+            self._ranks.find_held(self._watch.died)
+            time.sleep(LOOK_SECONDS)
+        self._watch.arm()
+        logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
+        return {**self._watch.facts, "core_addresses": self._watch.core_addresses}
+
+    def run(self, tell: Callable[[GroupsLost], None]) -> None:
+        """Until the ranks have served to the end.
+
+        Args:
+            tell: told which groups are lost, each time the others go on.
+
+        Raises:
+            RankLost: they cannot go on.
+        """
+        alive = (True,) * self._options.size
+        while not self._watch.ending:
+            try:
+                news = self._news.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(news, RankLost):
+                raise news
+            tell(GroupsLost([group for group, lives in enumerate(alive) if lives > news.alive[group]], news.losses[-1]))
+            alive = news.alive
+        self._served = True
+
+    def close(self) -> None:
+        """Ends all ranks: those that have served to the end leave by themselves."""
+        if not self._served:
+            self._watch.give_up("the start was broken off")
+        self._ranks.stop(STOP_SECONDS if self._served else LEAVE_SECONDS)
+        self._control.close()
+
+    def _open(self) -> None:
+        """Opens the store and tells the ranks where it is."""
+        options = self._options
+        try:
+            self._store = open_store(options, LOOPBACK)
+        except Exception as error:
+            self._watch.give_up(f"the store through which ranks meet cannot be opened: {error}")
+            return
+        leader = f"the hub of all ranks (pid {os.getpid()})"
+        self._control.invite(rank_messages.Welcome("", LOOPBACK, self._store.port, leader))

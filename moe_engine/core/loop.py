@@ -1,0 +1,420 @@
+"""The loop of one rank: inbox -> scheduler -> worker -> events. One step in flight unless told otherwise.
+
+While step N runs on the worker's thread, this thread plans step N+1 (tokens that N will sample stay on the device),
+then takes N's result, appends its tokens and sends one message. The core never sees a tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from moe_engine.core import messages
+from moe_engine.core.dp_sync import DPSync
+from moe_engine.core.executor import RanksChanged, StepWorker, Survivors
+from moe_engine.core.expert_calls import ExpertCalls
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.core.step_reporter import StepReporter
+from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
+from moe_engine.scheduler.events import RequestEvent
+from moe_engine.scheduler.scheduler import NEEDS_RESULT, Scheduler
+from moe_engine.types import (
+    FinishReason,
+    LogprobSpec,
+    Request,
+    SamplingParams,
+    StepFacts,
+    StepPlan,
+    StepResult,
+)
+
+if TYPE_CHECKING:
+    from moe_engine.worker.eplb.expert_recovery import Recovered
+
+Regroup = Callable[[Callable[[], None]], "tuple[Survivors, Recovered]"]
+"""After `RanksChanged`: goes on with the ranks that are left. What it is given it calls from time to time."""
+
+logger = logging.getLogger("moe_engine")
+
+IDLE_POLL_SECONDS = 0.2
+"""How often an idle core shows on the board that it is alive."""
+CALL_POLL_SECONDS = 0.005
+"""How often an idle core looks whether its ranks have answered a call."""
+BOARD_INTERVAL_SECONDS = 0.05
+SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
+
+
+class Port(Protocol):
+    """Messages to and from the front end."""
+
+    def receive(self, timeout: float) -> list[messages.Message]:
+        """Everything that has arrived; waits up to `timeout` seconds for a first message."""
+
+    def send(self, message: messages.Message) -> None: ...
+
+
+class EngineCore:
+    """Drives a scheduler and a worker until told to shut down."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: StepWorker,
+        port: Port,
+        board: SharedStatus,
+        reporter: StepReporter,
+        *,
+        eos_token_ids: frozenset[int],
+        overlap: bool = True,
+        worker_stats: Callable[[], dict[str, Any]] = dict,
+        check: Callable[[], None] = lambda: None,
+        dp_sync: DPSync | None = None,
+        first_half: Callable[[StepPlan], int] = lambda plan: 0,
+        problem_of: Callable[[StepPlan], str | None] = lambda plan: None,
+        experts: ExpertCalls | None = None,
+        group: int = 0,
+        regroup: Regroup | None = None,
+    ) -> None:
+        """
+        Args:
+            check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost, `RanksChanged`
+                when the others go on without it.
+            first_half: tokens of a plan's first half, where steps are cut in two.
+            problem_of: why a plan must not run; it then fails before any rank has begun it.
+            dp_sync: with the schedulers of the other attention groups, where there are any.
+            experts: answers control calls about them.
+            group: attention group that this core serves.
+            regroup: where ranks may be lost.
+        """
+        self._scheduler = scheduler
+        self._worker = worker
+        self._port = port
+        self._board = board
+        self._reporter = reporter
+        self._eos = eos_token_ids
+        self._overlap = overlap
+        self._worker_stats = worker_stats
+        self._check = check
+        self._dp_sync = dp_sync
+        self._first_half = first_half
+        self._problem_of = problem_of
+        self._experts = experts
+        self._group, self._regroup_ranks = group, regroup
+        self._calls: list[tuple[int, Future[Any]]] = []  # begun, not answered yet
+        self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
+        self._stopping: messages.Shutdown | None = None
+        self._ended = False
+        self._last_turn = time.monotonic()
+        self._busy = False
+        self._step_number = 0
+        self._board_written = 0.0
+
+    def run(self) -> None:
+        """Serves until a `Shutdown`. Raises what makes it impossible to go on; the front end tells all requests."""
+        while not self._ended:
+            try:
+                self._loop()
+            except RanksChanged:
+                self._regroup()
+
+    def _regroup(self) -> None:
+        """Ranks were lost: what ran here waits again, and goes on as soon as those that are left have found each
+        other."""
+        dp_sync, since = self._dp_sync, self._last_turn
+        assert dp_sync is not None and self._regroup_ranks is not None
+        known = dp_sync.generation
+        self._in_flight = None
+        self._publish(self._scheduler.start_over())
+        self._reporter.restart()
+        survivors, recovered = self._regroup_ranks(lambda: self._board.write(last_turn=time.monotonic()))
+        dp_sync.regroup(survivors.generation, survivors.alive)
+        if self._group != survivors.alive.index(True):
+            return
+        logger.warning(
+            "%s. Serving paused for %.2f s and goes on with %d of %d ranks: %d experts copied, %d read from the "
+            "checkpoint, balancedness of the placement %.3f",
+            "; ".join(survivors.losses[known:]),
+            time.monotonic() - since,
+            sum(survivors.alive),
+            len(survivors.alive),
+            recovered.copied,
+            recovered.read,
+            recovered.balancedness,
+        )
+
+    def _loop(self) -> None:
+        while True:
+            self._check()
+            idle = self._in_flight is None and self._scheduler.is_idle()
+            if self._has_ended(idle):
+                self._ended = True
+                return
+            self._note_busy(not idle)
+            self._last_turn = time.monotonic()
+            self._board.write(last_turn=self._last_turn)
+            rests = idle and not self._stopping
+            patience = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
+            for message in self._port.receive(patience if rests else 0.0):
+                self._handle(message)
+            self._answer_calls()
+            self._step()
+
+    def _has_ended(self, idle: bool) -> bool:
+        """Told to stop, and nothing is left to do, for the other attention groups either."""
+        if self._stopping is None:
+            return False
+        if self._dp_sync is None:
+            return idle
+        if self._dp_sync.all_leave():
+            self._collect()
+            return True
+        return False
+
+    # -- one turn
+
+    def _step(self) -> None:
+        hold = self._dp_sync is not None and not self._dp_sync.may_prefill()
+        plan = self._scheduler.schedule(hold)
+        if plan is NEEDS_RESULT:
+            self._collect()
+            return
+        assert plan is None or isinstance(plan, StepPlan)
+        problem = self._problem_of(plan) if plan is not None else None
+        if plan is not None and problem is not None:  # no rank has begun it
+            if self._collect():
+                self._step_failed(plan, MoeEngineError(problem), None)
+            return
+        if self._dp_sync is not None:
+            plan = self._agree(self._dp_sync, plan)
+        launched = None
+        if plan is not None:
+            self._reporter.planned(self._scheduler)
+            launched = (plan, self._worker.execute(plan))
+        self._collect(behind=launched)
+
+    def _agree(self, dp_sync: DPSync, plan: StepPlan | None) -> StepPlan | None:
+        """The plan with everybody's facts; an empty one to join a step of others; None if nobody has anything."""
+        scheduler = self._scheduler
+        leaving = self._stopping is not None and not scheduler.book.live
+        if plan is None:
+            waits_for_turn = scheduler.num_waiting and not dp_sync.may_prefill()
+            if not leaving and not waits_for_turn and not dp_sync.is_due():
+                return None
+            plan = scheduler.empty_plan()
+        about = scheduler.last_facts
+        facts = StepFacts.of(
+            plan,
+            prompt_logprobs=about is not None and about.prompt_logprobs,
+            first_half=self._first_half(plan),
+            num_running=len(scheduler.book.decodes),
+            num_waiting=scheduler.num_waiting,
+            leaving=leaving,
+        )
+        return dp_sync.sync_step(plan, facts)
+
+    def _collect(self, behind: tuple[StepPlan, Future[StepResult]] | None = None) -> bool:
+        """Waits for the step in flight, if any, and sends what it brought; then `behind` is in flight. Without overlap
+        it is waited for, too. False if a step failed."""
+        if self._in_flight is not None:
+            plan, future = self._in_flight
+            self._in_flight = None
+            try:
+                result = future.result()
+            except (EngineDeadError, RanksChanged):
+                raise
+            except Exception as error:
+                self._step_failed(plan, error, behind[1] if behind is not None else None)
+                return False
+            self._publish(self._scheduler.update(result))
+            self._reporter.finished(result, self._scheduler.speculator)
+            self._step_number = plan.number
+            self._write_board(counts=time.monotonic() - self._board_written > BOARD_INTERVAL_SECONDS)
+        self._in_flight = behind
+        return behind is None or self._overlap or self._collect()
+
+    def _step_failed(self, plan: StepPlan, error: Exception, behind: Future[StepResult] | None) -> None:
+        """A step raised: what it was to compute is tried again, each request alone (`Scheduler.step_failed`).
+
+        Args:
+            behind: a step that was built on it. What it brings is not used.
+        """
+        if behind is not None:
+            try:
+                behind.result()
+            except (EngineDeadError, RanksChanged):
+                raise
+            except Exception as echo:
+                logger.debug("Step %d, planned behind it, failed too: %s", plan.number + 1, echo)
+        self._reporter.restart()
+        logger.error("Step %d failed: %s\n%s", plan.number, error, "".join(traceback.format_exception(error)))
+        reason = f"step {plan.number} failed: {type(error).__name__}: {error}"
+        self._publish(self._scheduler.step_failed(plan.number, reason))
+        if self._scheduler.is_broken:
+            message = "steps of different requests failed one after the other, and none worked between them"
+            raise RuntimeError(f"{message}; the last: {reason}") from error
+
+    # -- messages
+
+    def _handle(self, message: messages.Message) -> None:
+        if isinstance(message, messages.AddRequest):
+            self._add(message)
+        elif isinstance(message, messages.AbortRequest):
+            self._publish(self._scheduler.abort(message.rids, FinishReason("abort", message=message.reason)))
+        elif isinstance(message, messages.Call):
+            self._called(message)
+        elif isinstance(message, messages.Shutdown):
+            self._stopping = message
+            if not message.drain:
+                self._publish(self._scheduler.abort_all(SHUTTING_DOWN))
+
+    def _add(self, message: messages.AddRequest) -> None:
+        try:
+            request = self._request(message)
+        except msgspec.ValidationError as error:
+            self._refuse(message, InputError(f"sampling_params: {error}"))
+            return
+        try:
+            self._publish(self._scheduler.add(request))
+        except InputError as error:
+            self._refuse(message, error)
+
+    def _refuse(self, message: messages.AddRequest, error: InputError) -> None:
+        finish = FinishReason("abort", message=error.message, status_code=error.status)
+        self._send_deltas([messages.RequestDelta(message.rid, [], finish.to_dict())])
+
+    def _called(self, call: messages.Call) -> None:
+        try:
+            begun = self._experts.begin(call.method, call.args) if self._experts is not None else None
+        except (KeyError, TypeError) as error:
+            wrong = f"{call.method}: wrong arguments {sorted(call.args)}: {error!r}"
+            self._port.send(messages.Reply(id=call.id, ok=False, value=wrong))
+            return
+        if begun is None:
+            self._port.send(self._answer(call))
+        else:
+            self._calls.append((call.id, begun))
+
+    def _request(self, message: messages.AddRequest) -> Request:
+        sampling = msgspec.convert(message.sampling, SamplingParams)
+        logprobs = None
+        if message.return_logprob:
+            logprobs = LogprobSpec(message.logprob_start, message.top_logprobs, tuple(message.token_ids_logprob))
+        return Request(
+            rid=message.rid,
+            prompt_ids=message.prompt_ids,
+            sampling=sampling,
+            max_new_tokens=message.max_new_tokens,
+            eos_token_ids=self._eos,
+            priority=message.priority,
+            arrival=message.arrival or time.monotonic(),
+            logprobs=logprobs,
+            extra_key=message.extra_key,
+            seed=message.seed,
+            output_ids=list(message.generated_ids),
+            retractions=int(message.num_migrations),
+        )
+
+    def _answer_calls(self) -> None:
+        """Sends the answers of the calls that have been waited for."""
+        waiting = []
+        for call_id, future in self._calls:
+            if not future.done():
+                waiting.append((call_id, future))
+                continue
+            error = future.exception()
+            value = str(error) if error is not None else future.result()
+            self._port.send(messages.Reply(id=call_id, ok=error is None, value=value))
+        self._calls = waiting
+
+    def _answer(self, call: messages.Call) -> messages.Reply:
+        if call.method == "flush_cache":
+            done = self._in_flight is None and self._scheduler.flush_cache()
+            return messages.Reply(id=call.id, value=done)
+        if call.method == "internal_state":
+            stats = self._scheduler.stats()
+            state = asdict(stats) | self._reporter.state() | self._worker_stats()
+            if self._dp_sync is not None:
+                state["alive_groups"] = sum(self._dp_sync.alive)
+            if stats.speculation is not None:
+                state["avg_spec_accept_length"] = stats.speculation.accept_length
+                state["spec_accept_rates"] = stats.speculation.accept_rates
+            return messages.Reply(id=call.id, value=state)
+        if call.method == "check_integrity":
+            return messages.Reply(id=call.id, value=self._scheduler.check_integrity())
+        return messages.Reply(id=call.id, ok=False, value=f"unknown call {call.method!r}")
+
+    # -- output
+
+    def _publish(self, events: list[RequestEvent]) -> None:
+        if events:
+            self._send_deltas(_deltas(events))
+
+    def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
+        self._port.send(messages.StepOutput(deltas=deltas, group=self._group))
+
+    def _note_busy(self, busy: bool) -> None:
+        if busy != self._busy:
+            self._busy = busy
+            self._board.write(busy_since=time.monotonic() if busy else 0.0)
+            if not busy:
+                self._reporter.idle()
+                self._write_board(counts=True)
+
+    def _write_board(self, *, counts: bool) -> None:
+        if not counts:
+            self._board.write(step=self._step_number, step_end=time.monotonic())
+            return
+        stats = self._scheduler.stats()
+        now = self._board_written = time.monotonic()
+        self._board.write(
+            step=self._step_number,
+            step_end=now,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_used_tokens=stats.num_used,
+            token_usage=stats.token_usage,
+            gen_throughput=self._reporter.gen_throughput,
+            cache_hit_rate=stats.cache_hit_rate,
+            num_retracted=stats.num_retracted,
+            new_token_ratio=stats.new_token_ratio,
+            oldest_queued=now - stats.oldest_wait_seconds if stats.num_waiting else 0.0,
+        )
+
+
+def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
+    """One for each event. Most only bring a token: those take the short way, there are hundreds in a step."""
+    plain = messages.RequestDelta
+    return [
+        plain(rid, tokens, None, None, None, cached, retractions)
+        if finish is None and logprobs is None and prompt_logprobs is None
+        else _delta(event)
+        for event in events
+        for rid, tokens, finish, _, _, cached, retractions, logprobs, prompt_logprobs, _, _ in (event,)
+    ]
+
+
+def _delta(event: RequestEvent) -> messages.RequestDelta:
+    return messages.RequestDelta(
+        event.rid,
+        event.token_ids,
+        event.finish_reason.to_dict() if event.finish_reason else None,
+        event.logprobs,
+        event.prompt_logprobs,
+        event.cached_tokens,
+        event.retractions,
+        _queue_time(event),
+        event.speculation,
+    )
+
+
+def _queue_time(event: RequestEvent) -> float:
+    """Seconds from the queue to the first step; known with the last event."""
+    timing = event.timing
+    return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0

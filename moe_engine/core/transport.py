@@ -1,0 +1,52 @@
+"""An engine core's messages over ZeroMQ."""
+
+from __future__ import annotations
+
+import zmq
+
+from moe_engine.core import messages
+from moe_engine.processes.frames import FrameReader
+from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
+
+
+class ZmqTransport:
+    """Implements `core.loop.Port`: pulls from the front end, pushes to it. No message is ever dropped for being slow;
+    frames that are no messages are dropped with a warning.
+
+    Args:
+        to_core_address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
+        wake: a socket whose messages end a wait, too; read by its owner.
+        keys: of sockets between nodes.
+    """
+
+    def __init__(
+        self,
+        to_core_address: str,
+        from_core_address: str,
+        wake: zmq.Socket[bytes] | None = None,
+        keys: JobKeys | None = None,
+    ) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._in = context.socket(zmq.PULL)
+        self._in.setsockopt(zmq.RCVHWM, 0)
+        self.address = bind(self._in, to_core_address, keys)
+        self._frames: FrameReader[messages.ToCore] = FrameReader("engine core", messages.decode_to_core)
+        self._poller = zmq.Poller()
+        for socket in (self._in,) if wake is None else (self._in, wake):
+            self._poller.register(socket, zmq.POLLIN)
+        self._out = context.socket(zmq.PUSH)
+        self._out.setsockopt(zmq.SNDHWM, 0)
+        self._out.setsockopt(zmq.LINGER, 1000)
+        connect(self._out, from_core_address, keys)
+
+    def receive(self, timeout: float) -> list[messages.Message]:
+        if timeout and not self._poller.poll(int(timeout * 1000)):
+            return []
+        return list(self._frames.drain(self._in))
+
+    def send(self, message: messages.Message) -> None:
+        self._out.send(messages.encode(message))
+
+    def close(self) -> None:
+        self._in.close(0)
+        self._out.close(1000)

@@ -1,0 +1,1 @@
+"""Training of the embedded model. No file here is imported while serving."""

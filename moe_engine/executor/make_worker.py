@@ -1,0 +1,102 @@
+"""A rank's worker from the resolved configuration: for a single rank, and for each of many."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from moe_engine import logs
+from moe_engine.kernels.vendors.warming import StepShapes
+from moe_engine.planning.machine import available_gb
+from moe_engine.planning.resolve import ResolvedConfig
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.context import ParallelContext
+    from moe_engine.worker.worker import Worker, WorkerOptions
+
+logger = logging.getLogger("moe_engine")
+
+GB = 1 << 30
+MAX_EXPERT_ROWS = 1 << 16
+"""Rows of a grouped product beyond which its tile no longer changes with their number."""
+
+
+def make_worker(
+    config: ResolvedConfig,
+    *,
+    device: str | None = None,
+    parallel: ParallelContext | None = None,
+    progress: bool = True,
+) -> Worker:
+    """Loads the model; what SGLang's users look for is logged.
+
+    Args:
+        device, parallel: of a rank of many.
+        progress: a bar on stderr while weights are read.
+    """
+    import torch  # the slow import: after the front end was told that we live
+
+    from moe_engine.parallel.context import SINGLE
+    from moe_engine.worker.worker import Worker
+
+    torch.manual_seed(config.random_seed)
+    logger.info("%s", logs.load_begin_line(available_gb(config.device)))
+    worker = Worker.create(
+        worker_options(config, device),
+        parallel=parallel or SINGLE,
+        progress=progress and logger.isEnabledFor(logging.INFO),
+    )
+    info = worker.info
+    weights, kv = info.weight_bytes / GB, info.kv_bytes / GB
+    before_kv = available_gb(config.device) + kv
+    load_end = logs.load_end_line(info.load_seconds, config.model.architecture, config.dtype, before_kv, weights)
+    is_mla = config.model.attention.kind == "mla"
+    logger.info("%s", load_end)
+    logger.info("%s", logs.kv_line(config.kv_cache_dtype, config.max_total_num_tokens, kv, is_mla=is_mla))
+    logger.info("%s", logs.pool_end_line(available_gb(config.device)))
+    return worker
+
+
+def _only_device(config: ResolvedConfig) -> str:
+    """Of a single process."""
+    return config.device if config.device == "cpu" else f"{config.device}:{config.args.parallel.base_gpu_id}"
+
+
+def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerOptions:
+    """The worker's part of the configuration; `device` of its rank (``cuda:3``), where there are several."""
+    from moe_engine.worker.worker import WorkerOptions
+
+    return WorkerOptions(
+        model_path=config.model_path,
+        model_config=config.model,
+        dtype=config.dtype,
+        kv_dtype=config.kv_cache_dtype,
+        num_slots=config.max_total_num_tokens,
+        context_len=config.context_len,
+        max_rows=config.max_running_requests,
+        page_size=config.page_size,
+        device=device or _only_device(config),
+        backends=config.asked_backends,
+        load_format=config.args.model.load_format,
+        num_threads=config.cpu_threads,
+        deterministic=config.args.backends.enable_deterministic_inference,
+        speculation=config.speculation,
+        draft_config=config.draft_model,
+        experts=config.experts,
+        graphs=config.graphs,
+        compiled=config.compiled,
+        shapes=largest_shapes(config),
+        logits_rows=config.ledger.logits_rows,
+    )
+
+
+def largest_shapes(config: ResolvedConfig) -> StepShapes:
+    """The sizes up to which kernels that compile at first use do so before READY."""
+    plan, moe, limits = config.parallel, config.model.moe, config.limits
+    if moe is None:
+        return StepShapes(limits.num_tokens)
+    topology = plan.topology
+    held = min(moe.top_k, -(-moe.num_experts // topology.ep_size))  # experts of a token that can be on one rank
+    rows = min(limits.forward_tokens * topology.attn_dp_size * held, MAX_EXPERT_ROWS)
+    capacity = topology.ep_size * limits.low_latency_tokens
+    return StepShapes(limits.num_tokens, rows, capacity, plan.dispatch is not None)

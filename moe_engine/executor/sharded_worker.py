@@ -1,0 +1,126 @@
+"""A rank's worker from the resolved configuration: what `RankGroupOptions.make_worker` is in a real engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_engine.executor.make_worker import make_worker
+from moe_engine.executor.options import RankGroupOptions, RankPlace, WatchLimits
+from moe_engine.executor.progress import Progress
+from moe_engine.models import sizes
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.processes.zmq_sockets import job_keys
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.context import ParallelContext
+    from moe_engine.parallel.overlap import Overlap
+    from moe_engine.worker.worker import Worker
+
+COLLECTIVE_SECONDS = 300.0
+
+
+def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOptions | None:
+    """The ranks of one replica; None where it is a single process."""
+    plan, flags = config.parallel, config.args.parallel
+    topology = plan.topology
+    if topology.tp_size == 1 and plan.num_replicas == 1:
+        return None
+    groups = topology.attn_dp_size
+    first_local = replica * topology.tp_size % plan.ranks_per_node
+    return RankGroupOptions(
+        topology.tp_size,
+        sharded_worker,
+        num_nodes=plan.num_nodes,
+        node_rank=plan.node_rank,
+        leader_address=plan.leader_address,
+        num_groups=groups,
+        first_group=replica * groups if plan.num_groups > 1 else None,
+        backend="gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
+        limits=WatchLimits(start=plan.start_seconds),
+        collective_timeout=COLLECTIVE_SECONDS,
+        fingerprint=fingerprint(config),
+        keys=job_keys(plan.secret),
+        coverage=plan.coverage,
+        device=config.device,
+        base_device=flags.base_gpu_id + flags.gpu_id_step * first_local,
+        device_step=flags.gpu_id_step,
+    )
+
+
+def fingerprint(config: ResolvedConfig) -> str:
+    """Equal on nodes whose ranks compute alike: the values that decide shapes, plans and tokens."""
+    plan = config.parallel
+    shared = (
+        plan.topology,
+        plan.num_replicas,
+        plan.coverage,
+        plan.dispatch.row.name if plan.dispatch is not None else "",
+        config.model.architecture,
+        sizes.num_parameters(config.model),
+        config.dtype,
+        config.kv_cache_dtype,
+        config.context_len,
+        config.page_size,
+        config.limits,
+        config.speculation,
+        replace(config.experts, directory=Path()),
+    )
+    return repr(shared)
+
+
+def sharded_worker(config: ResolvedConfig, place: RankPlace, progress: Progress) -> Worker:
+    """This rank's part of the model; collective over the ranks."""
+    import torch
+
+    from moe_engine.parallel.context import SINGLE, join, join_elastic
+    from moe_engine.worker.eplb.expert_setup import with_experts
+
+    torch.manual_seed(config.random_seed)
+    progress.phase = lambda: "loading"
+    parallel = SINGLE
+    if place.size > 1:
+        topology = config.parallel.topology
+        who, observe = (topology, place.rank, COLLECTIVE_SECONDS, place.device), progress.observe
+        if config.parallel.coverage is None:
+            share_memory = not config.args.parallel.disable_custom_all_reduce
+            parallel = join(*who, observe=observe, share_memory=share_memory)
+        else:
+            parallel = join_elastic(*who, observe=observe)
+        parallel = with_experts(parallel, config.model, config.experts, place.device)
+        parallel = _with_dispatcher(config, parallel)
+    worker = make_worker(config, device=place.device, parallel=parallel, progress=place.rank == 0)
+    progress.phase = lambda: worker.runner.phase
+    return worker
+
+
+def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> ParallelContext:
+    import torch
+
+    from moe_engine.models.sharding import dispatch_shape
+    from moe_engine.parallel.context import with_dispatcher
+
+    plan = config.parallel
+    if plan.dispatch is None:
+        return parallel
+    limits = config.limits
+    shape = dispatch_shape(config.model, parallel, getattr(torch, config.dtype), limits.forward_tokens)
+    shape = replace(shape, fp8=plan.dispatch_fp8)
+    parallel = with_dispatcher(parallel, plan.dispatch, shape, limits.low_latency_tokens)
+    return replace(parallel, overlap=_overlap(config, parallel))
+
+
+def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | None:
+    from moe_engine.parallel.overlap import Overlap
+    from moe_engine.worker.device_stream import make_lane
+
+    flags = config.args.parallel
+    if not flags.enable_two_batch_overlap and not flags.enable_single_batch_overlap:
+        return None
+    return Overlap(
+        make_lane(parallel.ep.device),
+        two_batches=flags.enable_two_batch_overlap,
+        threshold=flags.tbo_token_distribution_threshold,
+        shared_expert=flags.enable_single_batch_overlap,
+    )

@@ -1,0 +1,123 @@
+"""What the text front end needs of a running engine. `frontend.client` implements it; tests may fake it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moe_engine.core.messages import AddRequest, RequestDelta
+
+BACKEND_FIELDS = {
+    "attention": "attention_backend",
+    "experts": "moe_runner_backend",
+    "linear": "linear_backend",
+    "ops": "ops_backend",
+    "sampling": "sampling_backend",
+}
+"""The flag of each kernel family."""
+
+
+def kernel_flags(backends: Mapping[str, str]) -> dict[str, str]:
+    """The flags of the kernels that compute, from the name of the backend by kernel family."""
+    return {BACKEND_FIELDS[family]: name for family, name in backends.items() if family in BACKEND_FIELDS}
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Facts of a ready engine, fixed for its life."""
+
+    model_path: str
+    served_model_name: str
+    model_type: str
+    architectures: tuple[str, ...]
+    vocab_size: int
+    context_len: int
+    max_total_num_tokens: int
+    max_req_input_len: int
+    max_running_requests: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    dtype: str
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    graph_bytes: int = 0
+    """What the ledger counts for recorded steps; 0 where none were recorded."""
+    backends: dict[str, str] = field(default_factory=dict)
+    """Name of the backend that computes, by kernel family."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Read from shared memory, never from a queue. Ages in seconds."""
+
+    alive: bool
+    ready: bool
+    last_step: int
+    last_step_age: float
+    """Since the last step ended; 0 while there is nothing to run."""
+    oldest_queued_age: float
+    num_running: int
+    num_waiting: int
+    num_used_tokens: int
+    dead: str | None = None
+    """Name and cause of a process that died, for instance ``engine core (pid 4242) was killed by SIGKILL``."""
+    silence: float = 0.0
+    """Since the engine's loop last turned, be it idle or busy: long when a step hangs or the process is stopped."""
+
+
+def combine(healths: Sequence[Health]) -> Health:
+    """Of several schedulers as one: the living ones' counts summed and their worst ages; dead only if none lives."""
+    if len(healths) == 1:
+        return healths[0]
+    living = [health for health in healths if health.alive]
+    if not living:
+        return healths[0]
+    return Health(
+        alive=True,
+        ready=all(health.ready for health in living),
+        last_step=max(health.last_step for health in living),
+        last_step_age=max(health.last_step_age for health in living),
+        oldest_queued_age=max(health.oldest_queued_age for health in living),
+        num_running=sum(health.num_running for health in living),
+        num_waiting=sum(health.num_waiting for health in living),
+        num_used_tokens=sum(health.num_used_tokens for health in living),
+        silence=max(health.silence for health in living),
+    )
+
+
+class EngineClient(Protocol):
+    info: EngineInfo
+
+    def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+        """Submits a request and yields what each step brings, merged if the reader is slow, until one has `finish`.
+
+        Closing the iterator early (client gone, stop string found) aborts the request.
+
+        Raises:
+            EngineDeadError: at once when the engine is or gets dead.
+        """
+
+    def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
+        """Ends these requests (`AddRequest.rid`, exactly); those that have ended are left out."""
+
+    async def call(self, method: str, **args: Any) -> list[Any]:
+        """Control call to every scheduler, an answer of each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""
+
+    async def call_each(self, method: str, **args: Any) -> list[Any]:
+        """As `call`, where an answer counts though others die: in the place of theirs is their `EngineDeadError`.
+
+        Raises:
+            EngineDeadError: none was left to ask.
+        """
+
+    async def call_one(self, method: str, **args: Any) -> Any:
+        """The same to one scheduler, always the same one as long as it lives."""
+
+    def health(self) -> Health:
+        """Of all schedulers together."""
+
+    def healths(self) -> list[Health]:
+        """Of each scheduler."""
+
+    async def shutdown(self, *, drain: bool = True) -> None: ...

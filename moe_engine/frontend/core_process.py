@@ -1,0 +1,182 @@
+"""An engine core as its parent sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from moe_engine.cluster.core_spec import CoreSpec
+from moe_engine.core import messages
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.errors import ConfigError, EngineDeadError
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.models import registry
+from moe_engine.processes.child import ChildProcess
+from moe_engine.processes.runtime_dir import RuntimeDir
+from moe_engine.processes.stopped import StoppedProcessDetector
+from moe_engine.processes.zmq_sockets import bind
+
+logger = logging.getLogger("moe_engine")
+
+CORE_MODULE = "moe_engine.cluster.core_main"
+HELD_SECONDS = 5.0
+"""A core that a signal holds for so long while it starts is ended. Later the watchdog finds it."""
+
+
+class CoreProcess:
+    """Starts a core and watches it.
+
+    `dead` is None or a sentence that names the process and why it serves no more: the core's own report before its end,
+    or how the process ended. The sentence never changes, so that all requests of a core get the same one.
+    """
+
+    from_core: zmq.Socket[bytes]
+    """Bound; receives the messages of the cores of all groups."""
+    boards: list[SharedStatus]
+    """Of all groups."""
+    to_core_addresses: list[str]
+    """Of all groups' cores, once they are ready."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        name: str = "engine core",
+        ranks: RankGroupOptions | None = None,
+    ) -> None:
+        self.name = name
+        self.dead: str | None = None
+        self._expected = False
+        self._lock = threading.Lock()
+        self._listeners: list[tuple[Callable[[str], None], asyncio.AbstractEventLoop]] = []
+        self._folder = RuntimeDir()
+        folder = self._folder.path
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._killed_for = ""
+        self.keys = ranks.keys if ranks is not None else None
+        self._ready = context.socket(zmq.PULL)
+        ready_address = f"ipc://{folder}/ready"
+        bind(self._ready, ready_address)
+        to_core, from_core, front_address = f"ipc://{folder}/to-core", f"ipc://{folder}/from-core", ""
+        self.from_core = context.socket(zmq.PULL)
+        self.from_core.setsockopt(zmq.RCVHWM, 0)
+        bind(self.from_core, from_core)
+        if ranks is not None and ranks.leader_address is not None:
+            front_address = bind(self.from_core, ranks.leader_bind("*"), self.keys, ranks.leader_flag)
+        spec = CoreSpec(
+            config,
+            to_core,
+            from_core,
+            ready_address,
+            folder / "board",
+            outside_models=registry.added(),
+            import_path=list(sys.path),
+            ranks=ranks,
+            front_address=front_address,
+        )
+        num_groups = ranks.num_groups if ranks is not None else 1
+        self.boards = [SharedStatus(spec.board_of(group), create=True) for group in range(num_groups)]
+        self.to_core_addresses = [spec.to_core_of(0)]
+        self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
+        self._held = StoppedProcessDetector(self._child)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Blocks until the core serves; returns its facts. Raises as `poll_ready`."""
+        while (facts := self.poll_ready()) is None:
+            pass
+        return facts
+
+    def poll_ready(self, seconds: float = 0.05) -> dict[str, Any] | None:
+        """The core's facts once it serves; None if it does not within `seconds`.
+
+        Raises:
+            ConfigError: the core refused the configuration or the checkpoint, with its message.
+            EngineDeadError: the core failed, died or is stopped by a signal, with its own report.
+        """
+        try:
+            if self._ready.poll(int(seconds * 1000)):
+                return self._take(messages.decode_from_core(self._ready.recv()))
+            if self.dead and not self._ready.poll(0):
+                self._cleanup()
+                raise EngineDeadError(f"{self.dead} while starting; its last lines above say why")
+            if (held := self._held.seconds()) > HELD_SECONDS:
+                self.expect_exit()
+                self.stop(0.0)
+                name = f"{self._child.name} (pid {self.pid})"
+                raise EngineDeadError(f"{name} has been stopped by a signal for {held:.1f} s while starting")
+        except BaseException:
+            self._ready.close(0)
+            raise
+        return None
+
+    def _take(self, message: messages.FromCore) -> dict[str, Any]:
+        """The facts of a core that is ready; raises for one that has said why it cannot be, and has ended then."""
+        if isinstance(message, messages.CoreReady):
+            self._ready.close(0)
+            self.to_core_addresses = message.info["core_addresses"]
+            return message.info
+        assert isinstance(message, messages.CoreFailed)
+        self.expect_exit()
+        self.stop(5.0)
+        if message.traceback:
+            logger.error("%s", message.traceback)
+        raise (ConfigError if message.error == "ConfigError" else EngineDeadError)(message.message)
+
+    def kill(self, reason: str) -> None:
+        """Ends a core that does not move any more; its requests get the reason."""
+        self._killed_for = reason
+        self._child.kill()
+
+    def expect_exit(self) -> None:
+        """The core was told to end: its exit is no failure."""
+        self._expected = True
+
+    def stop(self, grace: float) -> None:
+        """Waits up to `grace` seconds for the core to end by itself, then ends it. Safe to call twice."""
+        self._child.stop(grace)
+        self._cleanup()
+
+    def on_death(self, listener: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Calls `listener(cause)` on `loop` when the core dies, at once if it has already."""
+        with self._lock:
+            self._listeners.append((listener, loop))
+            dead = self.dead
+        if dead:
+            loop.call_soon(listener, dead)
+
+    def note_failure(self, message: str) -> None:
+        """The core said why it goes."""
+        with self._lock:
+            self.dead = self.dead or f"{self.name} (pid {self.pid}) failed: {message}"
+
+    def _exited(self, how: str) -> None:
+        time.sleep(0.1)  # lets a last CoreFailed message arrive
+        ended = f"{how}: {self._killed_for}" if self._killed_for else how
+        if not self._expected:
+            logger.error("%s", ended)
+        self._died(ended)
+
+    def _cleanup(self) -> None:
+        self.from_core.close(0)
+        self._folder.remove()
+
+    def _died(self, how: str) -> None:
+        """Tells all listeners, from any thread. `how` counts where the core itself has said nothing."""
+        with self._lock:
+            cause = self.dead = self.dead or how
+            listeners = list(self._listeners)
+        for listener, loop in listeners:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+                loop.call_soon_threadsafe(listener, cause)

@@ -1,0 +1,290 @@
+"""The offline API: an engine inside a Python program, without a server.
+
+The core runs in a process of its own, as under the server; requests go through the same front end. A daemon thread
+carries the event loop, so that the synchronous calls need none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from moe_engine import logs
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import EngineDeadError, NotAvailableYet
+from moe_engine.frontend.client import CoreClient
+from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
+from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.generate_input import LATER_FIELDS, GenerateInput, refuse_later_fields
+from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.planning.launch_flags import launch_flags
+from moe_engine.planning.prepare import prepare
+from moe_engine.processes.watched_thread import start_watched
+from moe_engine.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
+Output = dict[str, Any]
+
+_END = object()
+
+
+class Engine:
+    """A model that generates, with SGLang's offline interface.
+
+    Args:
+        model_path: a Hugging Face directory; None takes the embedded demonstration model.
+        flags: any flag of the server, as a keyword (``page_size=16``, ``dtype="float32"``).
+
+    Raises:
+        ConfigError: a flag, the model's config or its checkpoint is wrong; names it and the fix.
+        EngineDeadError: the engine process failed to start.
+
+    Example:
+        >>> with Engine() as engine:
+        ...     engine.generate("The capital of France is", {"temperature": 0, "max_new_tokens": 4})["text"]
+        ' Paris.'
+    """
+
+    def __init__(self, model_path: str | None = None, **flags: Any) -> None:
+        flags.setdefault("log_level", "warning")
+        if model_path is not None:
+            flags["model_path"] = model_path
+        args = EngineArgs.from_kwargs(**flags)
+        logs.setup_logging(args.logging.log_level)
+        self.config = prepare(args)
+        self._cores = start_cores(self.config)
+        self._loop = asyncio.new_event_loop()
+        self._running: set[Future[Any]] = set()
+        # without a reference to this object, whose end `weakref.finalize` must see
+        failed = partial(_loop_failed, self._cores, self._running)
+        self._thread = start_watched("moe-engine", self._loop.run_forever, failed)
+        self._closed = False
+        self._pid = os.getpid()
+        try:
+            tokenizer = open_tokenizer(self.config)  # while the core loads: a broken one is told of at once
+            self.info: EngineInfo = wait_ready(self._cores)
+            self._frontend: Frontend = self._run(self._open(tokenizer))
+        except BaseException:
+            self._closed = True
+            stop_cores(self._cores)
+            self._loop.call_soon_threadsafe(_wind_up, self._loop)
+            raise
+        self._end = weakref.finalize(self, _end, self._cores, self._loop, self._pid)
+
+    async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
+        client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method)
+        # The program that asks is the one whose memory it costs: a batch may have any size.
+        settings = dataclasses.replace(frontend_settings(self.config), max_sequences=None, max_prompt_tokens=None)
+        return Frontend(client, tokenizer, settings)
+
+    # -- generation
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Output | list[Output] | Iterator[Output]:
+        """Continues a prompt, or each of a list.
+
+        Args:
+            fields: the other fields of SGLang's ``/generate``: return_logprob, logprob_start_len, top_logprobs_num,
+                token_ids_logprob, rid, priority, extra_key, ...
+
+        Returns:
+            ``{"text", "output_ids", "meta_info"}`` or a list of them; with `stream` an iterator of growing answers.
+
+        Raises:
+            InputError: naming the field at fault, or one that is not available yet.
+            EngineDeadError: the engine process is gone.
+            TypeError: a field that there is not.
+        """
+        request = _request(prompt, sampling_params, input_ids, stream, fields)
+        if stream:
+            return self._iterate(request)
+        return self._run(self._frontend.generate(request))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Output | list[Output] | AsyncIterator[Output]:
+        """`generate` for asyncio, on any event loop; with `stream` the awaited value is an async iterator."""
+        request = _request(prompt, sampling_params, input_ids, stream, fields)
+        if stream:
+            return self._aiterate(request)
+        return await asyncio.wrap_future(self._submit(self._frontend.generate(request)))
+
+    def _iterate(self, request: GenerateInput) -> Iterator[Output]:
+        chunks = self._frontend.stream(request)
+        try:
+            while (chunk := self._run(_next(chunks))) is not _END:
+                yield chunk
+        finally:
+            if not self._closed and self._is_ours:
+                self._run(chunks.aclose())
+
+    async def _aiterate(self, request: GenerateInput) -> AsyncIterator[Output]:
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        async def pump() -> None:
+            try:
+                async with aclosing(self._frontend.stream(request)) as chunks:
+                    async for chunk in chunks:
+                        loop.call_soon_threadsafe(queue.put_nowait, chunk)
+                loop.call_soon_threadsafe(queue.put_nowait, _END)
+            except Exception as error:
+                loop.call_soon_threadsafe(queue.put_nowait, error)
+
+        task = self._submit(pump())
+        try:
+            while (item := await queue.get()) is not _END:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            task.cancel()
+
+    # -- control
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, as `generate` sees it."""
+        if self._frontend.tokenizer is None:
+            raise ValueError("this engine runs with skip_tokenizer_init: it has no tokenizer")
+        return self._frontend.tokenizer.encode(text)
+
+    def encode(self, *args: Any, **fields: Any) -> NoReturn:
+        """SGLang's name for embeddings.
+
+        Raises:
+            NotAvailableYet: always.
+        """
+        raise NotAvailableYet(
+            "Engine.encode: embeddings are not available yet in moe-engine; Engine.tokenize gives a text's token ids"
+        )
+
+    def flush_cache(self) -> bool:
+        """Forgets cached prefixes; False while requests run."""
+        return all(self._run(self._frontend.client.call("flush_cache")))
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Ends every request whose id starts with `rid`, or all."""
+        self._loop.call_soon_threadsafe(lambda: self._frontend.abort(rid, all=abort_all))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The flags in force (see `config.launch_flags`), the engine's facts and the state of each scheduler."""
+        states = self._run(self._frontend.client.call("internal_state"))
+        facts = {
+            "max_total_num_tokens": self.info.max_total_num_tokens,
+            "max_req_input_len": self.info.max_req_input_len,
+            "context_len": self.info.context_len,
+        }
+        flags = launch_flags(self.config) | kernel_flags(self.info.backends)
+        return {**flags, **facts, "internal_states": states}
+
+    def health(self) -> Health:
+        return self._frontend.client.health()
+
+    def shutdown(self) -> None:
+        """Ends running requests and the engine process. Safe to call twice."""
+        if self._closed or not self._is_ours:
+            return
+        self._closed = True
+        self._end.detach()
+        asyncio.run_coroutine_threadsafe(self._frontend.client.shutdown(drain=False), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # -- plumbing
+
+    @property
+    def _is_ours(self) -> bool:
+        """False in a forked child, where the thread that carries the event loop does not exist."""
+        return self._pid == os.getpid()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        if self._closed or not self._is_ours:
+            work.close()
+            gone = "was shut down" if self._is_ours else f"belongs to process {self._pid}; make one after the fork"
+            raise EngineDeadError(f"this Engine {gone}")
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineDeadError("the event loop of this Engine has failed; the log has the cause")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> GenerateInput:
+    refuse_later_fields(fields)
+    fields = {name: value for name, value in fields.items() if name not in LATER_FIELDS}
+    if "data_parallel_rank" in fields:  # an older name
+        fields.setdefault("routed_dp_rank", fields.pop("data_parallel_rank"))
+    known = GenerateInput.__dataclass_fields__
+    if unknown := [name for name in fields if name not in known]:
+        raise TypeError(f"generate() has no field {unknown[0]!r}; those of /generate are {', '.join(known)}")
+    fields.setdefault("text_field", "prompt")
+    return GenerateInput(text=prompt, input_ids=input_ids, sampling_params=sampling, stream=stream, **fields)
+
+
+async def _next(chunks: Any) -> Any:
+    return await anext(chunks, _END)
+
+
+def _end(cores: Sequence[CoreProcess], loop: asyncio.AbstractEventLoop, pid: int) -> None:
+    """For an engine that nobody shut down and nobody can reach any more, and at the end of the program.
+
+    Nothing can be awaited here: this may run in the very thread that carries `loop`.
+    """
+    if pid != os.getpid():  # a forked child, which owns none of it
+        return
+    stop_cores(cores)
+    with contextlib.suppress(RuntimeError):  # closed already
+        loop.call_soon_threadsafe(_wind_up, loop)
+
+
+def _loop_failed(cores: Sequence[CoreProcess], running: set[Future[Any]], message: str) -> None:
+    """The thread of the event loop ended: what waits on it gets an error."""
+    stop_cores(cores)
+    for future in list(running):
+        if not future.done():
+            future.set_exception(EngineDeadError(message))
+
+
+def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
+    """Stops a loop after its tasks have seen that they are cancelled."""
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)

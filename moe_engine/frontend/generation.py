@@ -1,0 +1,244 @@
+"""One sequence on its way out: what the engine sends for it, gathered into text, tokens, log-probabilities, times.
+
+Work on an answer is done here, piece by piece as its reader asks for more: text is made of tokens, and
+log-probabilities are rendered in the form of the answer, once.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.frontend.logprob_format import Columns, LogprobFormat, extend, num_tokens
+from moe_engine.tokenizer.assembler import TextAssembler
+from moe_engine.tokenizer.tokenizer import Tokenizer
+from moe_engine.types import SamplingParams
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of a sequence since the piece before."""
+
+    generation: Generation
+    text: str
+    token_ids: list[int]
+    logprobs: Columns
+    finish: dict[str, Any] | None
+
+
+class Generation:
+    """Gathers a sequence. Fed by `Frontend`, read by whoever answers the client.
+
+    Args:
+        rid: the client's id, which aborts, logs and answers use; `request.rid` is the engine's.
+        index: its place among the sequences of the request, prompt-major.
+        prompt_index: which prompt of the request it continues.
+        live: text is wanted while tokens come (a stream, or stop strings); otherwise it is made once, at the end.
+        interval: tokens between two pieces of a stream.
+        observed: metrics and request log hear of it.
+        logprobs: the form in which the answer shows log-probabilities; None: it shows none.
+        keep_logprobs: the whole answer shows them at its end, and not each piece its own alone.
+    """
+
+    def __init__(
+        self,
+        request: AddRequest,
+        sampling: SamplingParams,
+        *,
+        rid: str = "",
+        index: int = 0,
+        prompt_index: int = 0,
+        logprobs: LogprobFormat | None = None,
+        keep_logprobs: bool = True,
+        tokenizer: Tokenizer | None = None,
+        keep_special: frozenset[int] = frozenset(),
+        live: bool = True,
+        interval: int = 1,
+        prompt_text: str | None = None,
+        no_output: bool = False,
+        observed: bool = True,
+        weight_version: str = "default",
+    ) -> None:
+        self.request = request
+        self.rid = rid or request.rid
+        self.prompt_ids = request.prompt_ids
+        self.prompt_text = prompt_text
+        self.sampling = sampling
+        self.index = index
+        self.prompt_index = prompt_index
+        self.logprob_format = logprobs
+        self.observed = observed
+        self.weight_version = weight_version
+        self.tokenizer = tokenizer
+        self.text = ""
+        self.output_ids: list[int] = []
+        self.output_logprobs: Columns = []
+        self.prompt_logprobs: Columns = []
+        self._keep_logprobs = keep_logprobs
+        self._num_logprobs = 0
+        self.finish: dict[str, Any] | None = None
+        self.cached_tokens = 0
+        self.retractions = 0
+        self.queue_time = 0.0
+        self.speculation: tuple[int, int, list[int]] | None = None
+        self.received_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.finished_at: float | None = None
+        self._no_output = no_output
+        self._interval = interval
+        self._live = live or bool(sampling.stop)
+        self._piece: Piece | None = None
+        self._shown_any = False
+        self._assembler: TextAssembler | None = None
+        if tokenizer is not None:
+            self._assembler = TextAssembler(
+                tokenizer,
+                stops=sampling.stop,
+                trim=not sampling.no_stop_trim,
+                skip_special_tokens=sampling.skip_special_tokens,
+                keep=keep_special,
+                prompt_ids=self.prompt_ids,
+            )
+
+    def feed(self, delta: RequestDelta) -> None:
+        """Takes what a step brought. Afterwards `finish` tells whether the sequence is over."""
+        now = time.monotonic()
+        self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
+        self.queue_time = delta.queue_time
+        self.speculation = delta.speculation
+        if delta.prompt_logprobs is not None and self.logprob_format is not None:
+            extend(self.prompt_logprobs, self.logprob_format.render(delta.prompt_logprobs))
+        ids, finish = delta.token_ids, delta.finish
+        if self._no_output and (ids or finish):
+            ids = []
+            if finish is None or finish["type"] != "abort":
+                finish = {"type": "length", "length": 0}
+        text = ""
+        if self._live and self._assembler is not None:
+            text, used, matched = self._assemble(ids, finish)
+            if matched is not None:
+                ids = ids[:used]
+                finish = {"type": "stop", "matched": matched}
+        self.output_ids.extend(ids)
+        logprobs = self._render(delta, len(ids))
+        if finish is not None:
+            self.finish, self.finished_at = finish, now
+            if not self._live and self._assembler is not None:
+                text = self._assemble(self.output_ids, finish)[0]
+        self.text += text
+        if ids:
+            self.first_token_at = self.first_token_at or now
+            self.last_token_at = now
+        self._note(text, ids, logprobs, finish)
+
+    def _render(self, delta: RequestDelta, count: int) -> Columns:
+        """Log-probabilities of the first `count` new tokens."""
+        if self.logprob_format is None or delta.logprobs is None or not count:
+            return []
+        columns = self.logprob_format.render(delta.logprobs.part(0, count))
+        self._num_logprobs += num_tokens(columns)
+        if self._keep_logprobs:
+            extend(self.output_logprobs, columns)
+        return columns
+
+    def _assemble(self, ids: list[int], finish: dict[str, Any] | None) -> tuple[str, int, str | None]:
+        """New text, tokens used, and the stop string found among them."""
+        assembler = self._assembler
+        assert assembler is not None
+        shown = ids
+        if finish is not None and not self.sampling.no_stop_trim and ids:
+            matched = finish.get("matched")
+            if isinstance(matched, int) and ids[-1] == matched:
+                shown = ids[:-1]
+        text, used = assembler.push(shown)
+        if assembler.matched is None and finish is not None:
+            text += assembler.flush()
+            used = len(ids)
+        return text, used, assembler.matched
+
+    def _note(self, text: str, ids: list[int], logprobs: Columns, finish: dict[str, Any] | None) -> None:
+        if self._piece is None:
+            self._piece = Piece(self, "", [], [], None)
+        self._piece.text += text
+        self._piece.token_ids += ids
+        extend(self._piece.logprobs, logprobs)
+        self._piece.finish = finish
+
+    def take_piece(self) -> Piece | None:
+        """What is to be shown now; None while a stream interval is not full."""
+        piece = self._piece
+        if piece is None or not (piece.token_ids or piece.finish):
+            return None
+        if piece.finish is None and self._shown_any and len(piece.token_ids) < self._interval:
+            return None
+        self._piece, self._shown_any = None, True
+        return piece
+
+    # -- SGLang's shapes
+
+    def output(self) -> dict[str, Any]:
+        """The whole answer so far: {"text", "output_ids", "meta_info"}; no text without a tokenizer."""
+        out: dict[str, Any] = {"text": self.text} if self.tokenizer is not None else {}
+        out["output_ids"] = list(self.output_ids)  # the list grows on; what was given out must not
+        out["meta_info"] = self.meta_info() | self._logprob_info(self.prompt_logprobs, self.output_logprobs)
+        return out
+
+    def output_of(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
+        """The answer's new part only, for incremental streams."""
+        out: dict[str, Any] = {"text": piece.text} if self.tokenizer is not None else {}
+        out["output_ids"] = piece.token_ids
+        shown = self.prompt_logprobs if with_prompt else []
+        out["meta_info"] = self.meta_info() | self._logprob_info(shown, piece.logprobs)
+        return out
+
+    def meta_info(self) -> dict[str, Any]:
+        """`meta_info` as of now, without log-probabilities."""
+        meta: dict[str, Any] = {
+            "id": self.rid,
+            "finish_reason": self.finish,
+            "prompt_tokens": len(self.prompt_ids),
+            "weight_version": self.weight_version,
+            "total_retractions": self.retractions,
+            "num_retractions": self.retractions,
+            "completion_tokens": len(self.output_ids),
+            "cached_tokens": self.cached_tokens,
+            "queue_time": self.queue_time,
+        }
+        if self.finished_at is not None:
+            meta["e2e_latency"] = self.finished_at - self.received_at
+            if self.first_token_at is not None:
+                meta["first_token_latency"] = self.first_token_at - self.received_at
+        if self.request.routed_dp_rank is not None:
+            meta["dp_rank"] = self.request.routed_dp_rank
+        if self.speculation is not None:
+            meta |= _speculation_info(*self.speculation)
+        return meta
+
+    def logprob_fields(self, columns: Columns) -> dict[str, Any] | None:
+        """These log-probabilities as the answer shows them; None where the request asked for none."""
+        return None if self.logprob_format is None else self.logprob_format.fields(columns)
+
+    def _logprob_info(self, prompts: Columns, outputs: Columns) -> dict[str, Any]:
+        """SGLang's fields of both sides."""
+        fields = {
+            f"{side}_{name}": value
+            for side, columns in (("input", prompts), ("output", outputs))
+            for name, value in (self.logprob_fields(columns) or {}).items()
+        }
+        return fields | {"output_token_logprobs_length": self._num_logprobs} if fields else {}
+
+
+def _speculation_info(verify_ct: int, proposed: int, histogram: list[int]) -> dict[str, Any]:
+    """SGLang's fields. `spec_correct_drafts_histogram[i]`: steps in which i drafts were accepted."""
+    correct = sum(i * count for i, count in enumerate(histogram))
+    return {
+        "spec_verify_ct": verify_ct,
+        "spec_accept_length": 1.0 + correct / verify_ct,
+        "spec_accept_rate": correct / proposed if proposed else 0.0,
+        "spec_num_correct_drafts": correct,
+        "spec_num_proposed_drafts": proposed,
+        "spec_correct_drafts_histogram": histogram,
+    }

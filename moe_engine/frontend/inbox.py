@@ -1,0 +1,141 @@
+"""What the front end holds of one request that is at a scheduler: what has arrived for it and was not read yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.errors import EngineDeadError
+from moe_engine.frontend.dp_routing import Load
+from moe_engine.types import PackedLogprobs
+
+MAX_ENTRIES = 256
+"""Tokens, or with log-probabilities numbers, that `get` hands out at once: so much work is done on one request before
+other requests and health probes have their turn."""
+
+
+class Inbox:
+    """While the reader is slow, what arrives is merged and no work is done on it; it is handed out in bounded parts.
+
+    It lives until the scheduler has ended the request, though its reader may have left before: until then the request
+    is part of the scheduler's load, and what still arrives for it is known and dropped.
+
+    Attributes:
+        generated_ids: tokens that have come: with the prompt, all that another scheduler must know to continue.
+        abort_reason: set when the request is to end: if its scheduler is lost before, no other one continues it.
+        left: the reader has left.
+        ended: the scheduler has ended the request.
+    """
+
+    def __init__(self, request: AddRequest, lane: int, load: Load) -> None:
+        self.request = request
+        self.generated_ids: list[int] = []
+        self.cached_tokens = 0
+        self.abort_reason: str | None = None
+        self.left = self.ended = False
+        self._limit = max(1, MAX_ENTRIES // (1 + request.top_logprobs + len(request.token_ids_logprob)))
+        self._parts: deque[_Part] = deque()
+        self._error: str | None = None
+        self._event = asyncio.Event()
+        self._num_tokens = len(request.prompt_ids)
+        self.enter(lane, load)
+
+    def enter(self, lane: int, load: Load) -> None:
+        """The request is now at this scheduler."""
+        self.lane, self._load = lane, load
+        load.num_requests += 1
+        load.num_tokens += self._num_tokens
+
+    def leave(self) -> None:
+        """The request is no longer at its scheduler."""
+        self._load.num_requests -= 1
+        self._load.num_tokens -= self._num_tokens
+
+    def take(self, delta: RequestDelta) -> None:
+        """News from the scheduler."""
+        count = len(delta.token_ids)
+        self._num_tokens += count
+        self._load.num_tokens += count
+        if self.request.generated_ids:  # what the first scheduler reported stays
+            delta.cached_tokens = self.cached_tokens
+        self.cached_tokens = delta.cached_tokens
+        self.put(delta)
+
+    def put(self, delta: RequestDelta) -> None:
+        """News for the reader."""
+        self.ended = self.ended or delta.finish is not None
+        if self.left:
+            return
+        self.generated_ids += delta.token_ids
+        for part in _prompt_parts(delta, self._limit):
+            self._parts.append(part)
+        if not (self._parts and self._parts[-1].take(delta, self._limit)):
+            self._parts.append(_Part(delta))
+        self._event.set()
+
+    def fail(self, error: str) -> None:
+        """The reader gets an `EngineDeadError` after what has arrived."""
+        self._error = self._error or error
+        self._event.set()
+
+    async def get(self) -> RequestDelta:
+        """The next part of what has arrived; waits for something. Other tasks run between two parts."""
+        if self._parts:
+            await asyncio.sleep(0)
+        await self._event.wait()
+        if not self._parts:
+            raise EngineDeadError(self._error or "the engine is gone")
+        part = self._parts.popleft()
+        if not self._parts and self._error is None:
+            self._event.clear()
+        return part.merged()
+
+
+class _Part:
+    """Deltas merged into one."""
+
+    __slots__ = ("_delta", "_logprobs")
+
+    def __init__(self, delta: RequestDelta) -> None:
+        self._delta = delta
+        self._logprobs = [] if delta.logprobs is None else [delta.logprobs]
+
+    def take(self, new: RequestDelta, limit: int) -> bool:
+        """Merges `new` unless the part would have more than `limit` tokens."""
+        delta = self._delta
+        if delta.prompt_logprobs is not None or len(delta.token_ids) + len(new.token_ids) > limit:
+            return False
+        delta.token_ids.extend(new.token_ids)
+        if new.logprobs is not None:
+            self._logprobs.append(new.logprobs)
+        delta.finish = new.finish
+        delta.cached_tokens, delta.retractions, delta.queue_time = new.cached_tokens, new.retractions, new.queue_time
+        delta.speculation = new.speculation
+        return True
+
+    def merged(self) -> RequestDelta:
+        if self._logprobs:
+            self._delta.logprobs = PackedLogprobs.join(self._logprobs)
+        return self._delta
+
+
+def _prompt_parts(delta: RequestDelta, limit: int) -> list[_Part]:
+    """Takes the prompt's log-probabilities out of a delta."""
+    block, delta.prompt_logprobs = delta.prompt_logprobs, None
+    if block is None:
+        return []
+    count = block.num_tokens
+    return [
+        _Part(
+            RequestDelta(
+                delta.rid,
+                [],
+                prompt_logprobs=block.part(start, min(start + limit, count)),
+                cached_tokens=delta.cached_tokens,
+                retractions=delta.retractions,
+                queue_time=delta.queue_time,
+            )
+        )
+        for start in range(0, count, limit)
+    ]

@@ -1,0 +1,321 @@
+"""From a client's request to sequences the engine can run: checked, tokenized, their limits settled.
+
+Every refusal happens here, before the engine hears of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from moe_engine.core.messages import AddRequest
+from moe_engine.errors import InputError
+from moe_engine.frontend.client_api import EngineInfo
+from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
+from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
+from moe_engine.tokenizer.tokenizer import Tokenizer
+
+FormatOf = Callable[[LogprobOptions], LogprobFormat]
+
+THREAD_CHARS = 4096
+"""Requests with more text or token ids are read in a thread, so that they do not hold up other requests."""
+SEED_BITS = 63
+BURST = 64
+"""Sequences of one request handled at a stretch: then health probes and other requests have their turn."""
+
+
+@dataclass(frozen=True)
+class FrontendSettings:
+    """What the operator chose for all requests."""
+
+    stream_interval: int = 1
+    incremental_streaming_output: bool = False
+    allow_auto_truncate: bool = False
+    weight_version: str = "default"
+    preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
+    max_logprobs: int = 20
+    """Most that a request may ask for at each token, best ones or by id (`--max-logprobs`); -1: no limit."""
+    max_sequences: int | None = 16384
+    """Most sequences (prompts times n) of one request; None: no limit."""
+    max_prompt_tokens: int | None = 2**24
+    """Most prompt tokens of one request, those of each copy counted: about 40 bytes each in the engine's core."""
+    random_seed: int = 0
+    """Of the seeds that are drawn for requests without one (`--random-seed`)."""
+
+
+@dataclass(slots=True)
+class ReadRequest:
+    """A request whose prompts are checked and tokenized; nothing of it depends on other requests.
+
+    `inp` is without the fields that became `prompts`. `is_batch`: the client gave a list of prompts.
+    """
+
+    inp: GenerateInput
+    prompts: list[Prompt]
+    is_batch: bool
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked request, not yet begun. `is_list`: the answer is a list (a batch, or n > 1)."""
+
+    generations: list[Generation]
+    is_list: bool
+    stream: bool
+
+
+class Preparer:
+    """Makes a `Job` of a request, or refuses it.
+
+    Args:
+        info: the engine's limits.
+        tokenizer: None with `--skip-tokenizer-init`.
+        settings: the operator's choices.
+    """
+
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, settings: FrontendSettings) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._seeds = random.Random(settings.random_seed)
+        self._numbers = itertools.count(1)
+
+    async def prepare(self, inp: GenerateInput) -> Job:
+        """Checks a request, tokenizes it and settles its limits.
+
+        Raises:
+            InputError: naming the field at fault and how to mend it.
+        """
+        if _size(inp) > THREAD_CHARS:
+            return await self.begin(await asyncio.to_thread(self.read, inp))
+        return await self.begin(self.read(inp))
+
+    def read(self, inp: GenerateInput) -> ReadRequest:
+        """The part of `prepare` whose work grows with the request's size. Any thread or process may do it.
+
+        Raises:
+            InputError: naming the field at fault and how to mend it.
+        """
+        settings = self._settings
+        prompts, is_batch = split_prompts(inp, settings.preferred_sampling_params, settings.max_sequences)
+        self._check_logprobs(inp, prompts)
+        self._tokenize(inp, prompts)
+        self._check_total(inp, prompts)
+        for i, prompt in enumerate(prompts):
+            self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+        rest = replace(inp, text=None, input_ids=None, sampling_params=None, rid=None, extra_key=None)
+        return ReadRequest(replace(rest, token_ids_logprob=None, top_logprobs_num=0), prompts, is_batch)
+
+    async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
+        """The sequences of a request. `logprob_format`: of the answer; None: Python objects in SGLang's shape."""
+        formats = logprob_format or self._python_logprobs
+        seeds = self._draw_seeds(read.prompts)  # before the first await: the order of the requests alone decides them
+        generations: list[Generation] = []
+        for prompt_index, prompt in enumerate(read.prompts):
+            for copy in range(prompt.sampling.n):
+                seed = seeds[len(generations)]
+                generations.append(
+                    self._generation(read.inp, prompt, prompt_index, copy, len(generations), seed, formats)
+                )
+                if len(generations) % BURST == 0:
+                    await asyncio.sleep(0)
+        is_list = read.is_batch or len(generations) > 1
+        return Job(generations, is_list, read.inp.stream)
+
+    def _check_logprobs(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
+        limit = self._settings.max_logprobs
+        for options in {prompt.logprobs for prompt in prompts} if limit >= 0 else ():
+            if options is None:
+                continue
+            for where, count in ((inp.top_logprobs_field, options.top), ("token_ids_logprob", len(options.token_ids))):
+                if count > limit:
+                    raise InputError(
+                        f"{where}: {count} log-probabilities at each token are more than the {limit} that this server "
+                        "gives; ask for fewer, or start it with a higher --max-logprobs",
+                        field=where,
+                    )
+
+    def _check_total(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
+        limit, total = self._settings.max_prompt_tokens, sum(len(p.ids) * p.sampling.n for p in prompts)
+        if limit is not None and total > limit:
+            where = inp.ids_field if inp.text is None else inp.text_field
+            raise InputError(
+                f"{where}: {total} prompt tokens, counting those of all n copies; send at most {limit} in one request",
+                field=where,
+            )
+
+    def _tokenize(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
+        texts = [p.text for p in prompts if p.text is not None]
+        if not texts:
+            return
+        if self._tokenizer is None:
+            raise InputError(
+                f"{inp.text_field}: this server runs with --skip-tokenizer-init; send input_ids", field=inp.text_field
+            )
+        if not self._settings.allow_auto_truncate:
+            limit = self._info.context_len
+            for text in texts:
+                if (least := len(text) // self._tokenizer.max_token_chars) >= limit:
+                    raise _too_long(f"at least {least}", limit, inp.text_field)
+        for prompt, ids in zip(prompts, self._tokenizer.encode_batch(texts, inp.add_special_tokens), strict=True):
+            if not ids:
+                raise InputError(f"{inp.text_field}: the prompt has no tokens; send some text", field=inp.text_field)
+            prompt.ids = ids
+
+    def _check(self, inp: GenerateInput, prompt: Prompt, where: str) -> None:
+        info = self._info
+        check_token_ids(prompt.ids, info.vocab_size, where)
+        _check_vocab(prompt, info.vocab_size, inp.sampling_field)
+        if prompt.sampling.stop and self._tokenizer is None:
+            raise InputError(
+                "sampling_params.stop: needs a tokenizer, and this server runs with --skip-tokenizer-init; "
+                "use stop_token_ids",
+                field="sampling_params.stop",
+            )
+        if prompt.logprobs is not None:
+            check_token_ids(prompt.logprobs.token_ids or (0,), info.vocab_size, "token_ids_logprob")
+        self._fit(prompt, inp.max_tokens_field, where if prompt.text is None else inp.text_field)
+        if prompt.logprobs is not None and (prompt.logprobs.start or 0) > len(prompt.ids):
+            raise InputError(
+                f"logprob_start_len: {prompt.logprobs.start} is beyond the prompt ({len(prompt.ids)} tokens)",
+                field="logprob_start_len",
+            )
+
+    def _fit(self, prompt: Prompt, where: str, prompt_field: str) -> None:
+        """Settles `max_new_tokens`: a default is cut to the room there is; what the client asked for is refused if it
+        does not fit, or with --allow-auto-truncate cut too, as is the prompt. `where`, `prompt_field`: how the client
+        calls the two."""
+        info = self._info
+        truncate = self._settings.allow_auto_truncate
+        room = min(info.context_len, info.max_total_num_tokens // info.page_size * info.page_size)
+        longest = max(1, min(info.max_req_input_len, room - 1))
+        if truncate and len(prompt.ids) > longest:
+            prompt.ids = prompt.ids[:longest]
+        count, wanted = len(prompt.ids), prompt.sampling.max_new_tokens
+        if count >= info.context_len:
+            raise _too_long(str(count), info.context_len, prompt_field)
+        if count > longest:
+            raise InputError(
+                f"Input length ({count} tokens) exceeds the maximum allowed length ({longest} tokens). "
+                "Use a shorter input or enable --allow-auto-truncate.",
+                field=prompt_field,
+            )
+        prompt.max_new_tokens = room - count if wanted is None else wanted
+        if truncate or not prompt.length_asked:
+            prompt.max_new_tokens = min(prompt.max_new_tokens, room - count)
+        if count + prompt.max_new_tokens > info.context_len:
+            raise InputError(
+                f"Requested token count exceeds the model's maximum context length of {info.context_len} tokens. You "
+                f"requested a total of {count + prompt.max_new_tokens} tokens: {count} tokens from the input messages "
+                f"and {prompt.max_new_tokens} tokens for the completion. Please reduce the number of tokens in the "
+                "input messages or the completion to fit within the limit.",
+                field=where,
+            )
+        if count + prompt.max_new_tokens > room:
+            raise InputError(
+                f"The input ({count} tokens) and max_new_tokens ({prompt.max_new_tokens}) together exceed the KV cache "
+                f"({room} tokens): the request could never finish. Lower max_new_tokens to {room - count}, or start "
+                "the server with a higher --mem-fraction-static or --max-total-tokens.",
+                field=where,
+            )
+
+    def _draw_seeds(self, prompts: list[Prompt]) -> list[int]:
+        """One for each sequence, prompt-major. No scheduler draws any: those of several would draw the same."""
+        seeds = []
+        for prompt in prompts:
+            given = prompt.sampling.sampling_seed
+            for copy in range(prompt.sampling.n):
+                seeds.append(self._seeds.getrandbits(SEED_BITS) if given is None else seed_of_copy(given, copy))
+        return seeds
+
+    def _generation(
+        self,
+        inp: GenerateInput,
+        prompt: Prompt,
+        prompt_index: int,
+        copy: int,
+        index: int,
+        seed: int,
+        formats: FormatOf,
+    ) -> Generation:
+        sampling, options = prompt.sampling, prompt.logprobs
+        rid = prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}"
+        request = AddRequest(
+            rid=f"{rid}-{next(self._numbers)}",  # unlike the client's own id, it is never used again
+            prompt_ids=prompt.ids,
+            sampling=msgspec.to_builtins(sampling),
+            max_new_tokens=max(1, prompt.max_new_tokens),
+            seed=seed,
+            priority=inp.priority,
+            extra_key=prompt.extra_key,
+            arrival=time.monotonic(),
+            routed_dp_rank=inp.routed_dp_rank,
+        )
+        if options is not None:
+            request.return_logprob = True
+            request.logprob_start = options.start
+            request.top_logprobs = options.top
+            request.token_ids_logprob = list(options.token_ids)
+        return Generation(
+            request,
+            sampling,
+            rid=rid,
+            index=index,
+            prompt_index=prompt_index,
+            logprobs=None if options is None else formats(options),
+            keep_logprobs=not inp.stream or (inp.cumulative and not self._settings.incremental_streaming_output),
+            tokenizer=self._tokenizer,
+            keep_special=inp.keep_special,
+            live=inp.stream,
+            interval=sampling.stream_interval or self._settings.stream_interval,
+            prompt_text=prompt.text,
+            no_output=prompt.max_new_tokens == 0,
+            observed=inp.log_metrics,
+            weight_version=self._settings.weight_version,
+        )
+
+    def _python_logprobs(self, options: LogprobOptions) -> LogprobFormat:
+        return PythonLogprobs(options, self._tokenizer.token_text if self._tokenizer is not None else None)
+
+
+def _size(inp: GenerateInput) -> int:
+    """Characters of the texts, or token ids. A prompt of a batch counts as some more."""
+    given = inp.input_ids if inp.text is None else inp.text
+    if isinstance(given, list):
+        return sum(len(one) + 16 if isinstance(one, (str, list)) else 1 for one in given)
+    return len(given) if isinstance(given, str) else 0
+
+
+def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:
+    """The sampling parameters' token ids; `where` is "" when the fields stand at the top level."""
+    try:
+        prompt.sampling.check_vocab(vocab_size, prefix=where)
+    except InputError as exc:
+        raise InputError(exc.message.lstrip("."), field=(exc.field or "").lstrip(".")) from None
+
+
+def seed_of_copy(seed: int, copy: int) -> int:
+    """Copies of a prompt differ though the client gave one seed. The first has exactly that one; the others have 64-bit
+    hashes of (seed, copy), so that they are not the first copies of other seeds, such as seed + 1."""
+    if copy == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed % 2**64} {copy}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _too_long(count: str, limit: int, field: str) -> InputError:
+    return InputError(
+        f"The input ({count} tokens) is longer than the model's context length ({limit} tokens). "
+        f"Shorten {field}, or start the server with --allow-auto-truncate.",
+        field=field,
+    )

@@ -1,0 +1,107 @@
+"""From flags to a running engine: shared by the server and the offline API."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moe_engine.executor.sharded_worker import rank_group_options
+from moe_engine.frontend.client_api import EngineInfo
+from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.frontend import FrontendSettings
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolve_parallel import ParallelPlan
+from moe_engine.processes.dist_secret import SECRET_VARIABLE
+from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("moe_engine")
+
+ROOM = ("max_total_num_tokens", "max_req_input_len", "max_running_requests", "context_len")
+"""Facts that memory decides."""
+
+
+def engine_info(facts: dict[str, Any]) -> EngineInfo:
+    """The facts a core sent when it was ready, typed."""
+    known = {field.name for field in dataclasses.fields(EngineInfo)}
+    return msgspec.convert({key: value for key, value in facts.items() if key in known}, EngineInfo)
+
+
+def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
+    """Starts the core process of each replica and returns at once; `wait_ready` tells when one serves.
+
+    Raises:
+        ConfigError: the address where other nodes are to come cannot be bound.
+    """
+    plan = config.parallel
+    if plan.num_nodes > 1 and plan.secret is None:
+        logger.warning("%s", _open_ports(plan))
+    if plan.num_replicas == 1:
+        return [CoreProcess(config, ranks=rank_group_options(config))]
+    return [
+        CoreProcess(config, name=f"engine core DP{i}", ranks=rank_group_options(config, i))
+        for i in range(plan.num_replicas)
+    ]
+
+
+def _open_ports(plan: ParallelPlan) -> str:
+    assert plan.leader_address is not None
+    host = plan.leader_address.rpartition(":")[0]
+    return (
+        f"Sockets between nodes have no secret: a host that reaches {plan.leader_address}, or the engine's other TCP "
+        f"ports (free ones, at {host} and at the other nodes' addresses on that network), can send requests past "
+        f"--api-key and end the engine. Put the same secret into {SECRET_VARIABLE} or --dist-secret-file FILE on every "
+        "node (`openssl rand -hex 32` makes one); see docs/security.md"
+    )
+
+
+def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
+    """Blocks until all serve. Their facts are alike, but that nodes may have room for unlike numbers of tokens: then
+    what fits all of them counts. Raises as `CoreProcess.poll_ready`, whichever fails first."""
+    found: dict[int, dict[str, Any]] = {}
+    while len(found) < len(cores):
+        for i, core in enumerate(cores):
+            if i not in found and (facts := core.poll_ready()) is not None:
+                found[i] = facts
+    infos = [engine_info(facts) for facts in found.values()]
+    room = {name: min(getattr(info, name) for info in infos) for name in ROOM}
+    return dataclasses.replace(infos[0], **room)
+
+
+def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
+    """Ends what still runs of them."""
+    for core in cores:
+        core.expect_exit()
+    for core in cores:
+        core.stop(grace)
+
+
+def open_tokenizer(config: ResolvedConfig) -> Tokenizer | None:
+    """The tokenizer the flags name; None with ``--skip-tokenizer-init``."""
+    model = config.args.model
+    if model.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        config.tokenizer_path,
+        mode=model.tokenizer_mode,
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision,
+    )
+
+
+def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
+    """The part of the flags that holds for every request, from HTTP or from Python."""
+    server = config.server
+    return FrontendSettings(
+        stream_interval=config.scheduling.stream_interval,
+        incremental_streaming_output=server.incremental_streaming_output,
+        allow_auto_truncate=server.allow_auto_truncate,
+        weight_version=server.weight_version,
+        preferred_sampling_params=json.loads(server.preferred_sampling_params),
+        max_logprobs=server.max_logprobs,
+        random_seed=config.random_seed,
+    )

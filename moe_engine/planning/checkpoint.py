@@ -1,0 +1,84 @@
+"""Finding a checkpoint, and sums over what its files' headers promise."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from moe_engine.errors import ConfigError
+from moe_engine.models.checkpoint_files import WeightFile
+from moe_engine.models.tensors import layer_index
+
+SCALE_SUFFIXES = ("_scale_inv", ".scale", "_scale")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """Sums over the safetensors headers. `num_elements` counts weights only: no FP8 scales, no MTP layers."""
+
+    num_files: int
+    num_tensors: int
+    num_elements: int
+    stored_bytes: int
+
+
+def embedded_model() -> Path:
+    """The small model that comes with the package."""
+    from moe_engine import demo
+
+    return Path(demo.CHECKPOINT_DIR)
+
+
+def locate(
+    path: str | None, revision: str | None = None, download_dir: str | None = None, flag: str = "--model-path"
+) -> Path:
+    """The local folder of a model: given, embedded (None), or a hub id, downloaded first. `flag` named the path.
+
+    Raises:
+        ConfigError: there is no such folder, or the hub does not deliver it.
+    """
+    if path is None:
+        return embedded_model()
+    folder = Path(os.path.expanduser(path))
+    if os.path.exists(folder):  # False for a name that is too long, where Path.exists raises
+        for option, value in (("--revision", revision), ("--download-dir", download_dir)):
+            if value is not None:
+                raise ConfigError(f"{option} {value}: only for hub models, and {flag} {path} is a local folder")
+        return folder
+    if not HUB_ID.fullmatch(path):
+        raise ConfigError(f"{flag} {path}: no such folder, and not a hub id like owner/name")
+    return _download(path, revision, download_dir, flag)
+
+
+def _download(hub_id: str, revision: str | None, download_dir: str | None, flag: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(hub_id, revision=revision, cache_dir=download_dir, allow_patterns=HUB_PATTERNS))
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigError(
+            f"{flag} {hub_id}: no such folder here, and the hub did not deliver it ({reason}); "
+            "give a local folder, or log in with `hf auth login`"
+        ) from None
+
+
+def sums(files: Mapping[str, WeightFile], num_layers: int) -> CheckpointFacts:
+    """Sums over a checkpoint's headers.
+
+    Args:
+        num_layers: layers of the model; tensors of layers beyond (MTP) are not counted as weights.
+    """
+    num_elements = stored = 0
+    for name, file in files.items():
+        tensor = file.tensors[name]
+        stored += tensor.num_bytes
+        if not name.endswith(SCALE_SUFFIXES) and layer_index(name) < num_layers:
+            num_elements += prod(tensor.shape)
+    return CheckpointFacts(len({file.path for file in files.values()}), len(files), num_elements, stored)

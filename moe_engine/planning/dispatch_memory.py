@@ -1,0 +1,69 @@
+"""Memory of the buffers that tokens travel through."""
+
+from __future__ import annotations
+
+from moe_engine.models.config import ModelConfig
+from moe_engine.parallel.dispatch.host_memory import OF_BACKEND, ROOM_TOKENS, HostLoad
+from moe_engine.planning.ledger import LedgerRow
+from moe_engine.planning.resolve_parallel import ParallelPlan
+from moe_engine.planning.step_limits import StepLimits
+
+CHOICE_BYTES = 8
+"""An expert's id and its weight."""
+FP8_BLOCK = 128
+"""Channels that share a scale."""
+
+
+def dispatch_rows(
+    plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, limits: StepLimits
+) -> list[LedgerRow]:
+    """Of one rank."""
+    if plan.dispatch is None or model.moe is None:
+        return []
+    per_rank, decoded = limits.dispatch_tokens, limits.low_latency_tokens
+    if device == "cpu":
+        return [_on_host(plan, model, dtype_bytes, per_rank, decoded)]
+    return [_on_device(plan, model, dtype_bytes, per_rank, decoded)]
+
+
+def dispatch_bytes(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, limits: StepLimits) -> int:
+    """Of one rank."""
+    return sum(row.num_bytes for row in dispatch_rows(plan, model, dtype_bytes, device, limits))
+
+
+def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:
+    """Low latency has room for every rank's tokens at every expert, twice; what travels in FP8 is there as it came and
+    widened."""
+    assert plan.dispatch is not None and model.moe is not None
+    topology, rows = plan.topology, 0
+    if "low_latency" in plan.dispatch.modes.values():
+        rows = 2 * topology.tp_size * decoded * (model.moe.num_experts // topology.ep_size)
+        if plan.dispatch_fp8:
+            rows += rows // dtype_bytes
+    rows += 2 * topology.tp_size * per_rank
+    num_bytes = rows * model.hidden_size * dtype_bytes
+    return LedgerRow("dispatch buffers", num_bytes, f"{rows} rows, {plan.dispatch.row.name}")
+
+
+def _on_host(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:
+    """Exact messages in either mode. The experts' rows of the larger mode are among a step's activations; the others
+    are kept beside them."""
+    assert plan.dispatch is not None and model.moe is not None
+    topology, moe, hidden = plan.topology, model.moe, model.hidden_size
+    row = hidden * dtype_bytes
+    data = hidden + 4 * (hidden // FP8_BLOCK) if plan.dispatch_fp8 else row
+    record = -(-(data + CHOICE_BYTES * moe.top_k) // 16) * 16
+    buffers = OF_BACKEND[plan.dispatch.row.name]
+    modes = {"normal": (per_rank, ROOM_TOKENS), "low_latency": (decoded, decoded)}
+    taken = [modes[mode] for mode in sorted(set(plan.dispatch.modes.values()))]
+    num_bytes = 0
+    for tokens, room in taken:
+        load = HostLoad(topology.tp_size, topology.num_nodes, tokens, room, record, row)
+        num_bytes += buffers(load)
+    copies = min(moe.top_k, moe.num_experts // topology.ep_size)
+    smaller = sorted(tokens for tokens, _ in taken)[:-1]
+    num_bytes += sum(topology.tp_size * tokens * copies * row for tokens in smaller)
+    if plan.dispatch_fp8:  # what arrived is widened to float32, then to the activations' dtype
+        num_bytes += topology.tp_size * max(tokens for tokens, _ in taken) * (4 * hidden + row)
+    tokens_text = " and ".join(str(tokens) for tokens, _ in taken)
+    return LedgerRow("dispatch buffers", num_bytes, f"{tokens_text} tokens a rank, {plan.dispatch.row.name}")

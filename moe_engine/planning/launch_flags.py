@@ -1,0 +1,87 @@
+"""The flags of /server_info: given again, as keywords or in a file, they resolve to the same configuration.
+
+Every flag of SGLang that this engine knows is there, in SGLang's unit, which for sizes shared by attention groups is
+that of all groups together. Flags without a field have the value that describes this engine. What a single scheduler
+has is in its internal state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_engine.config.absent_flag import AbsentFlag
+from moe_engine.config.args import PARTS
+from moe_engine.config.dropped import DROPPED, SATISFIED
+from moe_engine.config.field import fields_of
+from moe_engine.config.unknown_flag import keyword_of
+from moe_engine.config.unsupported_flags import LATER
+from moe_engine.planning.resolve import ResolvedConfig
+
+FACTS = ("speculation", "use_mla_backend")
+"""Keys of `launch_flags` that are no flags."""
+
+
+def launch_flags(config: ResolvedConfig) -> dict[str, Any]:
+    """Every flag by name, and `FACTS`. Keys of clients are hidden.
+
+    Backends of kernels are as they were asked for: the engine knows them once it is ready (`client_api.kernel_flags`).
+    """
+    values = config.flat() | _in_all_groups(config) | _chosen(config) | _graphs(config)
+    for row in (*LATER.values(), *DROPPED.values()):
+        values[row.name] = _absent(row)
+    values.update(dict.fromkeys(SATISFIED, True))
+    for part in PARTS.values():
+        for info in fields_of(part):
+            values.update({keyword_of(old): values[info.name] for old in info.flag.old})
+    values["use_mla_backend"] = config.model.attention.kind == "mla"
+    return values
+
+
+def _in_all_groups(config: ResolvedConfig) -> dict[str, Any]:
+    """Flags that attention groups share, and the folder as the hub's flags need it."""
+    groups, chunk = config.parallel.topology.attn_dp_size, config.chunked_prefill_size
+    model = config.args.model
+    from_hub = model.revision is not None or model.download_dir is not None
+    return {
+        "model_path": model.model_path if from_hub else config.model_path,
+        "chunked_prefill_size": chunk if chunk == -1 else chunk * groups,
+        "max_running_requests": config.max_running_requests * groups,
+        "schedule_conservativeness": config.scheduling.schedule_conservativeness,
+    }
+
+
+def _chosen(config: ResolvedConfig) -> dict[str, Any]:
+    """What ``auto`` and flags that were left out mean here."""
+    flags, plan, experts = config.args, config.parallel, config.experts
+    found: dict[str, Any] = {"ep_size": plan.topology.ep_size, "moe_a2a_backend": plan.topology.moe_a2a_backend}
+    if flags.model.load_format == "auto":
+        found["load_format"] = "safetensors"
+    if flags.parallel.load_balance_method == "auto":
+        found["load_balance_method"] = "total_tokens"
+    if plan.dispatch is not None:
+        found["moe_a2a_backend"] = plan.dispatch.row.name
+        found["max_dispatch_tokens_per_rank"] = config.limits.low_latency_tokens
+    if config.speculation is not None and config.speculation.auto_depth:
+        found["speculative_num_steps"] = "auto"
+    if config.model.is_moe:
+        found["ep_dispatch_algorithm"] = experts.dispatch
+    if experts.recorder_mode is not None:
+        found["expert_distribution_recorder_buffer_size"] = experts.buffer_size
+    if experts.rebalance is not None:
+        found["eplb_rebalance_layers_per_chunk"] = experts.rebalance.layers_at_once
+    return found
+
+
+def _graphs(config: ResolvedConfig) -> dict[str, Any]:
+    sizes = list(config.graphs.sizes)
+    return {
+        "disable_cuda_graph": not sizes,
+        "cuda_graph_backend_decode": "full" if sizes else "disabled",
+        "cuda_graph_max_bs_decode": max(sizes, default=None),
+        "cuda_graph_bs_decode": sizes or None,
+    }
+
+
+def _absent(row: AbsentFlag) -> Any:
+    """The value that says that there is no such part, or the one that the flag has when left out."""
+    return next((value for value in row.harmless if value in ("none", "disabled")), row.default)

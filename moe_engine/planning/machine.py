@@ -1,0 +1,225 @@
+"""What this machine offers: memory, cores, device. Probed once, without torch on a CPU, and handed on as a value."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.device import Device, cpu_device
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory of the device that holds weights and KV, in bytes; `source` says where the figures come from.
+
+    `available_bytes` is what nobody uses now. On a CPU both count a container's limit. `unlinked`: which of the GPUs
+    cannot reach each other's memory; None where all can. `capability` of a GPU is (major, minor), `num_devices` how
+    many of them torch sees; None where that is not known.
+    """
+
+    device: str
+    device_name: str
+    total_bytes: int
+    available_bytes: int
+    cores: int
+    source: str = ""
+    device_reason: str = ""
+    unlinked: str | None = None
+    capability: tuple[int, int] | None = None
+    num_devices: int | None = None
+
+    @property
+    def kernel_device(self) -> Device:
+        """The GPU as kernel rows see it."""
+        return Device(self.device, self.device_name, self.capability)
+
+
+@dataclass(frozen=True)
+class Memory:
+    total_bytes: int
+    available_bytes: int
+    source: str
+
+
+def probe_machine(device: str | None = None) -> Machine:
+    """This machine as seen by an engine on `device` (None: cuda where torch can use one, cpu elsewhere).
+
+    Raises:
+        ConfigError: `device` is cuda and torch sees none.
+    """
+    reason = "asked for"
+    if device is None:
+        device, reason = _choose_device()
+    cores = usable_cores()
+    if device == "cuda":
+        return _probe_cuda(cores, reason)
+    memory = host_memory()
+    name = cpu_device().name
+    return Machine("cpu", name, memory.total_bytes, memory.available_bytes, cores, memory.source, reason)
+
+
+def _choose_device() -> tuple[str, str]:
+    """cuda only where a driver, a torch built for it and a visible device come together; cheap tests first."""
+    if not Path("/dev/nvidiactl").exists():
+        return "cpu", "no NVIDIA driver on this machine"
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "cpu", "torch is not installed"
+    if version.endswith("+cpu"):
+        return "cpu", f"torch {version} is built for the CPU only"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda", "torch sees a CUDA device"
+    return "cpu", "torch sees no CUDA device"
+
+
+def _probe_cuda(cores: int, reason: str) -> Machine:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or check the driver")
+    free, total = torch.cuda.mem_get_info(0)
+    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    unlinked, count = _unlinked(torch.cuda), torch.cuda.device_count()
+    return Machine("cuda", name, total, free, cores, "CUDA driver", reason, unlinked, capability, count)
+
+
+def _unlinked(cuda: Any) -> str | None:
+    """Pairs of GPUs that the driver does not let into each other's memory."""
+    pairs = permutations(range(cuda.device_count()), 2)
+    apart = next((pair for pair in pairs if not cuda.can_device_access_peer(*pair)), None)
+    return (
+        None if apart is None else f"GPU {apart[0]} cannot reach the memory of GPU {apart[1]} (nvidia-smi topo -p2p r)"
+    )
+
+
+def host_memory(meminfo: str | None = None, cgroup: Path | None = None) -> Memory:
+    """RAM of this process: the machine's, or its container's where that is less.
+
+    Args:
+        meminfo: text of /proc/meminfo (read from there when None).
+        cgroup: folder of this process's cgroup (found when None).
+    """
+    try:
+        text = Path("/proc/meminfo").read_text() if meminfo is None else meminfo
+    except OSError:
+        return _psutil_memory()
+    sizes = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if value.strip().endswith("kB"):
+            sizes[key] = int(value.split()[0]) * 1024
+    total = sizes["MemTotal"]
+    available = sizes.get("MemAvailable", sizes.get("MemFree", 0))
+    source = "/proc/meminfo"
+    limit, used = _cgroup_memory(cgroup or _own_cgroup())
+    if limit < total or limit - used < available:
+        total, available, source = min(total, limit), min(available, max(0, limit - used)), "container limit"
+    return Memory(total, available, source)
+
+
+def _psutil_memory() -> Memory:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return Memory(memory.total, memory.available, "psutil")
+
+
+def _own_cgroup(controller: str = "memory", root: Path = CGROUP_ROOT) -> Path:
+    """The folder of this process's cgroup for a controller; inside a container usually the root itself."""
+    unified = root
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                folder = root / controller / path.lstrip("/")
+                return folder if folder.exists() else root / controller
+            if number == "0" and (root / path.lstrip("/")).exists():
+                unified = root / path.lstrip("/")
+    except (OSError, ValueError):
+        pass
+    return unified
+
+
+def _cgroup_memory(folder: Path) -> tuple[int, int]:
+    """(limit, bytes in use that cannot be reclaimed) of a cgroup and its ancestors: the tightest one counts."""
+    best = (UNLIMITED, 0)
+    for level in (folder, *folder.parents):
+        if level in CGROUP_ROOT.parents:
+            break  # above the cgroup file system
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = _read_int(level / limit_name)
+            if limit is None or limit >= UNLIMITED:
+                continue
+            used = max(0, (_read_int(level / used_name) or 0) - _inactive_file(level))
+            if limit - used < best[0] - best[1]:
+                best = (limit, used)
+    return best
+
+
+def _inactive_file(folder: Path) -> int:
+    """Page cache the kernel can drop at once; it counts as used in the cgroup's figure."""
+    try:
+        for line in (folder / "memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+        return None if text == "max" else int(text)
+    except (OSError, ValueError):
+        return None
+
+
+def usable_cores(cgroup: Path | None = None) -> int:
+    """Physical cores this process may compute on: its affinity without hyper-threads, or a container's CPU quota."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # not on Linux
+        allowed = set(range(os.cpu_count() or 1))
+    cores = len({_core_of(cpu) for cpu in allowed})
+    quota = _cpu_quota(cgroup or _own_cgroup("cpu"))
+    return max(1, cores if quota is None else min(cores, quota))
+
+
+def _core_of(cpu: int) -> str:
+    """The hyper-threads that share a core have the same text here."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _cpu_quota(folder: Path) -> int | None:
+    """Whole cores a container may use, or None without a limit."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) // int(period)
+    except (OSError, ValueError):
+        pass
+    limit, period_us = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
+    return limit // period_us if limit and limit > 0 and period_us else None
+
+
+def available_gb(device: str) -> float:
+    """Free memory of a device in GiB, for the log lines."""
+    return probe_machine(device).available_bytes / (1 << 30)

@@ -1,0 +1,190 @@
+"""From what was asked to what will run: finds the checkpoint, reads config.json, looks at the machine, resolves.
+
+Imports no torch on a CPU, so that a launch which cannot work is refused in well under a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.model import OTHER_FORMATS
+from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.kernels.backends import choose
+from moe_engine.kernels.device import Device, Need, cpu_device
+from moe_engine.kernels.registry import Choice
+from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.header_check import check_headers
+from moe_engine.models.needs import need_of_model
+from moe_engine.models.widths import local_heads
+from moe_engine.parallel.recording.config import recorder_directory
+from moe_engine.planning.checkpoint import locate, sums
+from moe_engine.planning.cluster_env import ClusterPlace, find_place
+from moe_engine.planning.draft_model import load_draft
+from moe_engine.planning.machine import Machine, probe_machine
+from moe_engine.planning.remarks import unread_variables
+from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
+
+SEED_BITS = 30
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
+FLAGS = {
+    "attention": "--attention-backend",
+    "experts": "--moe-runner-backend",
+    "linear": "--linear-backend",
+    "ops": "--ops-backend",
+    "sampling": "--sampling-backend",
+}
+"""The flag that names a kernel family's backend."""
+
+SUMMING = ("linear", "experts", "attention")
+"""Families whose results depend on the order of their sums."""
+
+
+def place_in_cluster() -> ClusterPlace | None:
+    """What SLURM or torchrun say of this process, for a server; None where they did not start it."""
+    return find_place(os.environ)
+
+
+def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterPlace | None = None) -> ResolvedConfig:
+    """Does the reading that `resolve` must not do, then resolves. Call it once, in the process that starts the engine.
+
+    Args:
+        place: of this process among those of a server on several machines.
+
+    Raises:
+        ConfigError: as `resolve`; or no such checkpoint, an unsupported model, missing or truncated weight files, or a
+            backend that was asked for and cannot run here.
+    """
+    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
+    model = load_model_config(folder, json.loads(args.model.json_model_override_args))
+    found = machine or probe_machine(args.model.device)
+    config_folder = folder if folder.is_dir() else folder.parent
+    draft = load_draft(args)
+    files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder)
+    resolved = resolve(
+        args,
+        model,
+        found,
+        model_path=str(config_folder),
+        checkpoint=sums(files, model.num_layers) if files else None,
+        draft=draft,
+        drawn_seed=secrets.randbits(SEED_BITS),
+        place=place,
+        dump_directory=recorder_directory(os.environ),
+    )
+    resolved = _with_secret(resolved)
+    if files is not None:
+        uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"
+        _check_weights(config_folder, files, model, uses_mtp)
+        if draft is not None and resolved.draft_model is not None:
+            draft_folder = Path(draft.path)
+            _check_weights(draft_folder, read_checkpoint(draft_folder), draft.config)
+    on_cpu = resolved.device == "cpu"
+    if on_cpu and resolved.compiled.max_tokens and cpu_device().compiler is None:
+        raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
+    device = cpu_device() if on_cpu else resolved.machine.kernel_device
+    choices = choose_backends(resolved, device)
+    if resolved.draft_model is not None:
+        choose_backends(resolved, device, resolved.draft_model)
+    more = _determinism_remarks(resolved, choices) if on_cpu else _gpu_determinism_remarks(resolved)
+    return dataclasses.replace(resolved, notes=(*resolved.notes, *unread_variables(os.environ), *more))
+
+
+def secret_of_nodes(args: EngineArgs) -> DistSecret | None:
+    """From the flag or the environment. Raises as `find_secret`."""
+    return find_secret(os.environ, args.parallel.dist_secret_file)
+
+
+def _with_secret(config: ResolvedConfig) -> ResolvedConfig:
+    """The secret that the nodes share; one node has no sockets that need it."""
+    path = config.args.parallel.dist_secret_file
+    if config.parallel.num_nodes == 1:
+        remarks = ["--dist-secret-file: nothing to do, one node has no sockets to others"] if path is not None else []
+        return dataclasses.replace(config, notes=(*config.notes, *remarks))
+    secret = secret_of_nodes(config.args)
+    remark = open_to_others(path) if path is not None else None
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, secret=secret),
+        notes=(*config.notes, remark) if remark is not None else config.notes,
+    )
+
+
+def _determinism_remarks(config: ResolvedConfig, choices: Iterable[Choice]) -> Iterator[str]:
+    """What --enable-deterministic-inference does not promise with these kernels."""
+    if not config.args.backends.enable_deterministic_inference:
+        return
+    loose = [choice.family for choice in choices if choice.family in SUMMING and choice.row.name == "torch"]
+    if loose:
+        yield (
+            f"--enable-deterministic-inference with torch kernels for {', '.join(loose)}: the same steps give the same "
+            "bits, but torch sums in an order that depends on the size of the batch, so what runs beside a request may "
+            "change its last bits; the cpu kernels promise that it does not"
+        )
+    elif config.dtype != "float32":
+        yield (
+            f"--enable-deterministic-inference in {config.dtype}: equality bit for bit is promised in float32 "
+            "(--dtype float32); in shorter formats only for the same steps"
+        )
+
+
+def _gpu_determinism_remarks(config: ResolvedConfig) -> Iterator[str]:
+    """What it costs, and what it does not promise."""
+    if not config.args.backends.enable_deterministic_inference:
+        return
+    yield (
+        "--enable-deterministic-inference on a GPU: kernels of this project alone, which cut sums alike for every "
+        "batch; slower than libraries, and without CUDA graphs"
+    )
+    if config.parallel.topology.tp_size > 1:
+        yield (
+            "--enable-deterministic-inference on several GPUs: what ranks add up (NCCL) is summed in an order that may "
+            "depend on the size of the step; equality bit for bit is promised for the same steps only"
+        )
+
+
+def _check_weights(
+    folder: Path, files: Mapping[str, WeightFile], model: ModelConfig, include_mtp: bool = False
+) -> None:
+    """Everything that can be said of the weight files without reading a weight."""
+    if not files:
+        if other := next((path.name for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), None):
+            raise NotAvailableYet(
+                f"{folder}: holds {other} and no *.safetensors; weights in that format are not available yet in "
+                f"moe-engine (come with {OTHER_FORMATS}); convert them to safetensors"
+            )
+        raise ConfigError(
+            f"{folder}: no *.safetensors files beside config.json; give the folder of a complete checkpoint, or "
+            "use --load-format dummy for random weights"
+        )
+    check_headers(folder, files, model, include_mtp)
+
+
+def need_of(config: ResolvedConfig, model: ModelConfig | None = None) -> Need:
+    """What the model (the launch's, or its draft model) and the launch ask of a kernel backend."""
+    if model is None:
+        model = local_heads(config.model, config.parallel.topology.attn_tp_size)
+    deterministic = config.args.backends.enable_deterministic_inference
+    return need_of_model(model, config.dtype, config.kv_cache_dtype, config.page_size, deterministic)
+
+
+def choose_backends(config: ResolvedConfig, device: Device, model: ModelConfig | None = None) -> tuple[Choice, ...]:
+    """The row of each kernel family, with reasons and refusals; imports no backend and no torch.
+
+    Raises:
+        ConfigError: a backend that was asked for cannot run here; names the flag and the reason.
+    """
+    need, asked = need_of(config, model), config.asked_backends
+    try:
+        return choose(device, need, asked)
+    except ValueError as error:
+        flags = ", ".join(f"{FLAGS[family]} {name}" for family, name in asked.items() if name != "auto")
+        raise ConfigError(f"{flags or 'kernels'}: {error}") from None

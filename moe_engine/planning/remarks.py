@@ -1,0 +1,90 @@
+"""What was given and has nothing to act on in this launch: noted once at start, never an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+from moe_engine.config.args import PARTS, EngineArgs
+from moe_engine.config.field import option_of
+from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
+from moe_engine.planning.resolve_parallel import ParallelPlan
+
+DEPENDENTS = {
+    "log_requests_level": "log_requests",
+    "priority_scheduling_preemption_threshold": "enable_priority_scheduling",
+    "torch_compile_max_bs": "enable_torch_compile",
+    "torch_compile_cache_dir": "enable_torch_compile",
+    "tbo_token_distribution_threshold": "enable_two_batch_overlap",
+    "eplb_rebalance_layers_per_chunk": "enable_eplb",
+    "eplb_min_rebalancing_utilization_threshold": "enable_eplb",
+    "expert_distribution_recorder_buffer_size": "expert_distribution_recorder_mode",
+}
+"""Flag -> the flag without which it does nothing."""
+
+BETWEEN_RANKS = ("moe_a2a_backend", "enable_deepep_moe", "enable_ep_moe")
+OF_DISPATCH = ("deepep_mode", "max_dispatch_tokens_per_rank")
+OF_GPUS = ("base_gpu_id", "gpu_id_step")
+
+PREFIXES = ("SGLANG_", "SGL_")
+VARIABLES = {
+    "ENABLE_JIT_DEEPGEMM": "DeepGEMM is taken where it is installed and can run; --moe-runner-backend and "
+    "--linear-backend choose otherwise",
+    "DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "use --max-dispatch-tokens-per-rank",
+    "DISABLE_SGL_KERNEL": "use --ops-backend",
+}
+"""SGLang's variables, without their prefix, whose purpose a flag has here."""
+
+
+def flags_without_effect(args: EngineArgs, device: str, plan: ParallelPlan) -> tuple[str, ...]:
+    """A line for each flag that differs from its default and does nothing here; and for an open server."""
+    found = [*_dependents(args), *_parallel(args, device, plan)]
+    if args.server.host in ("0.0.0.0", "::") and args.server.api_key is None:
+        found.append(
+            f"--host {args.server.host} without --api-key: every client that reaches this machine can use the model"
+        )
+    return tuple(found)
+
+
+def unread_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """A line for each variable of SGLang that is set and not read."""
+    found = []
+    for name in sorted(environ):
+        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
+        if prefix is None or name == DIRECTORY_VARIABLE:
+            continue
+        instead = VARIABLES.get(name.removeprefix(prefix))
+        found.append(f"environment variable {name}: moe-engine does not read it" + (f"; {instead}" if instead else ""))
+    return tuple(found)
+
+
+def _differing(args: EngineArgs) -> dict[str, str]:
+    """Each flag that is not at its default, as it would be typed."""
+    found = {}
+    for part, cls in PARTS.items():
+        for item in fields(cls):
+            value = getattr(getattr(args, part), item.name)
+            if value != item.default:
+                found[item.name] = option_of(item.name) + ("" if value is True else f" {value}")
+    return found
+
+
+def _dependents(args: EngineArgs) -> Iterator[str]:
+    values, typed = args.flat(), _differing(args)
+    for name, needed in DEPENDENTS.items():
+        if name in typed and not values[needed]:
+            yield f"{option_of(name)} does nothing without {option_of(needed)}"
+
+
+def _parallel(args: EngineArgs, device: str, plan: ParallelPlan) -> Iterator[str]:
+    typed = _differing(args)
+
+    def listed(names: tuple[str, ...]) -> str:
+        return ", ".join(typed[name] for name in names if name in typed)
+
+    if (given := listed(OF_GPUS)) and device == "cpu":
+        yield f"{given}: nothing to do (ranks on a CPU choose no GPU)"
+    if (given := listed(BETWEEN_RANKS)) and plan.topology.tp_size == 1:
+        yield f"{given}: nothing to do (one rank holds all experts; --tp-size adds ranks)"
+    if (given := listed(OF_DISPATCH)) and plan.dispatch is None:
+        yield f"{given}: nothing to do (no tokens are dispatched without --moe-a2a-backend)"

@@ -1,0 +1,445 @@
+"""Resolve once, then freeze: every ``auto`` becomes concrete in one pure function that records its reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.logging import LoggingArgs
+from moe_engine.config.scheduling import SchedulingArgs
+from moe_engine.config.server import ServerArgs
+from moe_engine.demo import CHECKPOINT_DIR
+from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
+from moe_engine.kernels.device import Need
+from moe_engine.kernels.registry import Row
+from moe_engine.models.config import ModelConfig, activation_dtype
+from moe_engine.models.needs import need_of_model
+from moe_engine.models.widths import local_heads
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.planning import validate as contradictions
+from moe_engine.planning.attention_memory import attention_row
+from moe_engine.planning.checkpoint import CheckpointFacts
+from moe_engine.planning.cluster_env import ClusterPlace
+from moe_engine.planning.ledger import MemoryLedger
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.remarks import flags_without_effect
+from moe_engine.planning.resolution_log import Decision, Record
+from moe_engine.planning.resolve_compile import resolve_compile
+from moe_engine.planning.resolve_experts import resolve_experts
+from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs
+from moe_engine.planning.resolve_limits import resolve_limits
+from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
+from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
+from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
+from moe_engine.planning.step_limits import StepLimits
+from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+INPUT_MARGIN = 5
+"""A prompt must leave room for so many further tokens (SGLang's margin)."""
+
+DP_CONSERVATIVENESS = 0.3
+"""Factor with DP attention, as SGLang's: a group is small, and waits for the others if it is idle."""
+
+DEMO_NAME = "demo"
+DEMO_PARSERS = {"reasoning_parser": "deepseek-v3", "tool_call_parser": "deepseekv31"}
+SECRETS = ("api_key", "admin_api_key")
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The configuration of one engine: concrete, frozen, and small enough to be pickled to its processes.
+
+    `args` is what was asked for; its `scheduling`, `logging` and `server` parts leave nothing open and are used as they
+    are. `chunked_prefill_size` -1 means no chunking. Sizes are tokens. Of many ranks, sizes and the ledger are one
+    rank's, and those of requests one attention group's.
+    """
+
+    args: EngineArgs
+    parallel: ParallelPlan
+    model: ModelConfig
+    machine: Machine
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    context_len: int
+    page_size: int
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    max_running_requests: int
+    schedule_conservativeness: float
+    mem_fraction_static: float
+    random_seed: int
+    cpu_threads: int
+    ledger: MemoryLedger
+    limits: StepLimits
+    """The largest step: the scheduler plans within it; the dispatcher, recorded steps and the ledger hold it."""
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...]
+    speculation: SpeculationConfig | None = None
+    """None: one token a step."""
+    draft_model: ModelConfig | None = None
+    """Of the folder `speculation.draft_model_path`, where there is one."""
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    """Where they stand, and what is recorded of them."""
+    graphs: GraphSettings = field(default_factory=GraphSettings)
+    """Steps that are recorded on an accelerator."""
+    compiled: CompileSettings = field(default_factory=CompileSettings)
+    """Steps that torch compiles."""
+
+    @property
+    def max_total_num_tokens(self) -> int:
+        """KV slots that requests can hold; the pool's dummy page is not counted."""
+        return self.ledger.num_tokens
+
+    @property
+    def max_req_len(self) -> int:
+        """Longest prompt plus answer."""
+        return min(self.context_len - 1, self.max_total_num_tokens - 1)
+
+    @property
+    def max_req_input_len(self) -> int:
+        return self.max_req_len - INPUT_MARGIN
+
+    @property
+    def scheduling(self) -> SchedulingArgs:
+        return self.args.scheduling
+
+    @property
+    def logging(self) -> LoggingArgs:
+        return self.args.logging
+
+    @property
+    def server(self) -> ServerArgs:
+        return self.args.server
+
+    def flat(self) -> dict[str, Any]:
+        """All flags by name with the values in force, as SGLang's /server_info shows them. Keys are hidden."""
+        values = self.args.flat()
+        values.update({decision.name: decision.value for decision in self.decisions})
+        values.update(max_total_tokens=self.max_total_num_tokens, model_path=self.model_path)
+        if self.speculation is not None:
+            values.update(speculative_values(self.speculation))
+        for name in SECRETS:
+            values[name] = contradictions.HIDDEN if values[name] else None
+        return values
+
+    @property
+    def asked_backends(self) -> dict[str, str]:
+        """Backend asked for by kernel family, as `kernels.backends.choose` takes it."""
+        asked = self.args.backends
+        inside = "torch" if self.compiled.max_tokens else "auto"  # of what torch is to compile
+        return {
+            "attention": asked.attention_backend,
+            "experts": asked.moe_runner_backend,
+            "linear": inside if asked.linear_backend == "auto" else asked.linear_backend,
+            "ops": inside if asked.ops_backend == "auto" else asked.ops_backend,
+            "sampling": asked.sampling_backend,
+        }
+
+
+def resolve(
+    args: EngineArgs,
+    model: ModelConfig,
+    machine: Machine,
+    *,
+    model_path: str = "",
+    checkpoint: CheckpointFacts | None = None,
+    draft: DraftModel | None = None,
+    drawn_seed: int = 0,
+    place: ClusterPlace | None = None,
+    dump_directory: Path = Path(),
+) -> ResolvedConfig:
+    """Makes everything concrete. Pure: the same arguments give the same configuration.
+
+    Args:
+        model_path: local folder of the checkpoint; `args.model.model_path` when empty.
+        checkpoint: sums over the weight files, where there are any.
+        draft: the model that --speculative-draft-model-path names.
+        drawn_seed: the seed to use when the user gave none.
+        place: what the cluster that started this process says of its nodes.
+        dump_directory: where recorded experts are written to.
+
+    Raises:
+        ConfigError: a value out of range, flags that contradict each other (both are named), or a launch that does not
+            fit into memory (with the sum and the nearest flags that fit).
+    """
+    contradictions.check(args)
+    record = Record()
+    path = model_path or args.model.model_path or ""
+    device = record.note("device", machine.device, machine.device_reason or "asked for")
+    parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)
+    experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
+    dtype = _dtype(args, model, machine, record)
+    kv_dtype = _kv_dtype(args, dtype, record)
+    _check_quantization(args, model, record)
+    context_len = _context_len(args, model, record)
+    page_size = args.memory.page_size or record.note("page_size", 1, "every backend here works on single tokens")
+    speculation, draft = _drafts(args, model, draft, context_len, parallel, record)
+    own_part = _own_part(machine, parallel)
+    limits = resolve_limits(
+        args, model, own_part, parallel, speculation, context_len, page_size, DTYPE_BYTES[dtype], record
+    )
+    need = _need(args, local_heads(model, parallel.topology.attn_tp_size), dtype, kv_dtype, page_size)
+    graphs = resolve_graphs(args, model, own_part, parallel, experts, speculation, limits, need, record)
+    compiled = resolve_compile(args, model, parallel, device, speculation, limits.running, record)
+    sizing = _size(
+        args, model, own_part, dtype, kv_dtype, page_size, limits, checkpoint, speculation, draft, parallel,
+        experts, graphs,
+    )  # fmt: skip
+    graphs = _note_sizes(args, sizing, graphs, own_part, limits, record)
+    return ResolvedConfig(
+        args=_with_demo_parsers(args, path, record),
+        parallel=parallel,
+        model=model,
+        machine=machine,
+        model_path=path,
+        tokenizer_path=args.model.tokenizer_path or record.note("tokenizer_path", path, "the model's own"),
+        served_model_name=args.model.served_model_name or _served_name(args, path, record),
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        context_len=context_len,
+        page_size=page_size,
+        chunked_prefill_size=limits.chunk,
+        max_prefill_tokens=args.memory.max_prefill_tokens,
+        max_running_requests=sizing.max_running_requests,
+        schedule_conservativeness=_conservativeness(args, parallel, record),
+        mem_fraction_static=sizing.mem_fraction_static,
+        random_seed=_seed(args, drawn_seed, record),
+        cpu_threads=args.backends.cpu_threads or record.note("cpu_threads", own_part.cores, _cores_reason(parallel)),
+        ledger=sizing.ledger,
+        limits=limits,
+        decisions=tuple(record.decisions),
+        notes=(*_idle_flags(args, device, parallel), *record.remarks, *_size_remarks(context_len, sizing)),
+        speculation=speculation,
+        draft_model=draft.config if draft is not None else None,
+        experts=experts,
+        graphs=graphs,
+        compiled=compiled,
+    )
+
+
+def _seed(args: EngineArgs, drawn: int, record: Record) -> int:
+    asked = args.model.random_seed
+    return record.note("random_seed", drawn, "drawn at start") if asked is None else asked
+
+
+def _drafts(
+    args: EngineArgs,
+    model: ModelConfig,
+    draft: DraftModel | None,
+    context_len: int,
+    parallel: ParallelPlan,
+    record: Record,
+) -> tuple[SpeculationConfig | None, DraftModel | None]:
+    """The drafter, and its model where that is one of its own."""
+    speculation = resolve_speculation(args, model, draft, context_len, record)
+    _check_shared_drafts(args, speculation, model, parallel)
+    return speculation, draft if speculation is not None and speculation.draft_model_path is not None else None
+
+
+def _check_shared_drafts(
+    args: EngineArgs, speculation: SpeculationConfig | None, model: ModelConfig, parallel: ParallelPlan
+) -> None:
+    """With DP attention every forward that drafts is shared by all groups, so its sizes must be known beforehand."""
+    groups = parallel.topology.attn_dp_size
+    if speculation is None or speculation.method != "nextn" or groups == 1:
+        return
+    asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
+    if speculation.topk > 1:
+        raise ConfigError(
+            f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: trees of MTP drafts are for "
+            "one attention group; use --speculative-eagle-topk 1, or NGRAM"
+        )
+    if model.num_nextn_predict_layers > 1:
+        raise ConfigError(
+            f"{asked} with --attn-dp-size {groups}: {model.source} has "
+            f"{model.num_nextn_predict_layers} MTP layers, and several are for one attention group; use NGRAM, or no "
+            "DP attention"
+        )
+
+
+def _own_part(machine: Machine, parallel: ParallelPlan) -> Machine:
+    """What one rank has of the machine. Each has a GPU of its own, but a host's memory and cores are shared."""
+    ranks = parallel.ranks_per_node
+    cores = max(1, machine.cores // ranks)
+    if machine.device != "cpu" or ranks == 1:
+        return dataclasses.replace(machine, cores=cores)
+    return dataclasses.replace(
+        machine,
+        total_bytes=machine.total_bytes // ranks,
+        available_bytes=machine.available_bytes // ranks,
+        cores=cores,
+        source=f"{machine.source}, shared by {ranks} ranks",
+    )
+
+
+def _cores_reason(parallel: ParallelPlan) -> str:
+    ranks = parallel.ranks_per_node
+    return "physical cores this process may use" + (f", shared by {ranks} ranks" if ranks > 1 else "")
+
+
+def _conservativeness(args: EngineArgs, parallel: ParallelPlan, record: Record) -> float:
+    asked = args.scheduling.schedule_conservativeness
+    if parallel.topology.attn_dp_size == 1:
+        return asked
+    reason = f"{asked:g} x {DP_CONSERVATIVENESS:g}, as SGLang does with DP attention"
+    return record.note("schedule_conservativeness", round(asked * DP_CONSERVATIVENESS, 6), reason)
+
+
+def _is_demo(args: EngineArgs, path: str) -> bool:
+    return args.model.model_path is None or Path(path) == CHECKPOINT_DIR
+
+
+def _with_demo_parsers(args: EngineArgs, path: str, record: Record) -> EngineArgs:
+    """The embedded model thinks and calls tools: its formats are known, so nobody need name them."""
+    if not _is_demo(args, path) or args.model.skip_tokenizer_init:
+        return args
+    chosen: dict[str, Any] = {n: parser for n, parser in DEMO_PARSERS.items() if getattr(args.server, n) is None}
+    for name, parser in chosen.items():
+        record.note(name, parser, "the embedded model's format")
+    return dataclasses.replace(args, server=dataclasses.replace(args.server, **chosen))
+
+
+def _served_name(args: EngineArgs, path: str, record: Record) -> str:
+    if _is_demo(args, path):
+        return record.note("served_model_name", DEMO_NAME, "the embedded model")
+    return record.note("served_model_name", args.model.model_path or path, "the model path")
+
+
+def _idle_flags(args: EngineArgs, device: str, parallel: ParallelPlan) -> tuple[str, ...]:
+    return (*args.notes, *flags_without_effect(args, device, parallel))
+
+
+def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
+    tokens = sizing.ledger.num_tokens
+    if tokens >= context_len:
+        return []
+    return [f"the KV cache holds {tokens} tokens: requests end there, before the context length of {context_len}"]
+
+
+def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:
+    asked = args.model.dtype
+    dtype = activation_dtype(model, asked, machine.device)
+    if asked != "auto":
+        return dtype
+    if dtype == "float16" and machine.device == "cpu":
+        return record.note("dtype", "bfloat16", "the checkpoint is float16, and CPU kernels compute in bfloat16")
+    if model.quant is not None:
+        return record.note("dtype", dtype, f"{model.quant.method} weights compute in it")
+    return record.note("dtype", dtype, f"the checkpoint is {model.checkpoint_dtype}")
+
+
+def _kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
+    asked = args.memory.kv_cache_dtype
+    if asked == "auto":
+        return record.note("kv_cache_dtype", dtype, "that of the activations")
+    if is_fp8(asked):
+        if asked == E5M2:
+            record.remark(f"--kv-cache-dtype {asked} keeps two bits of a number's fraction; {E4M3} keeps three")
+        return asked
+    if asked != dtype:
+        raise ConfigError(
+            f"--kv-cache-dtype {asked} with activations in {dtype} (--dtype {args.model.dtype}): attention reads both "
+            f"in one format; drop --kv-cache-dtype, or use --dtype {asked}"
+        )
+    return asked
+
+
+def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:
+    asked, found = args.model.quantization, model.quant.method if model.quant else None
+    if asked is not None and found is None:
+        raise NotAvailableYet(
+            f"--quantization {asked}: {model.source} says that the weights are not quantised, and quantising while "
+            "loading is not available yet in moe-engine; leave it out"
+        )
+    if asked is None and found is not None:
+        record.note("quantization", found, "config.json says so")
+
+
+def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:
+    asked, longest = args.model.context_length, model.context_length
+    if asked is None:
+        return record.note("context_length", longest, "config.json")
+    if asked > longest:
+        raise ConfigError(
+            f"--context-length {asked}: the model was made for {longest} tokens (config.json); use at most {longest}, "
+            "or say that you mean it with --json-model-override-args "
+            f"'{{\"max_position_embeddings\": {asked}}}'"
+        )
+    return asked
+
+
+def _need(args: EngineArgs, local: ModelConfig, dtype: str, kv_dtype: str, page_size: int) -> Need:
+    """What a model, with the heads of one rank, asks of kernels."""
+    return need_of_model(local, dtype, kv_dtype, page_size, args.backends.enable_deterministic_inference)
+
+
+def _size(
+    args: EngineArgs,
+    model: ModelConfig,
+    machine: Machine,
+    dtype: str,
+    kv_dtype: str,
+    page_size: int,
+    limits: StepLimits,
+    checkpoint: CheckpointFacts | None,
+    speculation: SpeculationConfig | None,
+    draft: DraftModel | None,
+    parallel: ParallelPlan,
+    experts: ExpertSettings,
+    graphs: GraphSettings,
+) -> Sizing:
+    memory = args.memory
+
+    def attention_of(config: ModelConfig) -> Row | None:
+        need = _need(args, config, dtype, kv_dtype, page_size)
+        return attention_row(machine, need, args.backends.attention_backend)
+
+    return size_memory(
+        SizingInput(
+            model=model,
+            machine=machine,
+            dtype=dtype,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            kv_dtype=kv_dtype,
+            page_size=page_size,
+            limits=limits,
+            mem_fraction=memory.mem_fraction_static,
+            max_total_tokens=memory.max_total_tokens,
+            running_is_auto=memory.max_running_requests is None,
+            checkpoint=checkpoint,
+            uses_mtp=speculation is not None and speculation.method == "nextn",
+            draft=draft.config if draft is not None else None,
+            parallel=parallel,
+            experts=experts,
+            graphs=graphs,
+            attention=attention_of(local_heads(model, parallel.topology.attn_tp_size)),
+            draft_attention=None if draft is None else attention_of(draft.config),
+        )
+    )
+
+
+def _note_sizes(
+    args: EngineArgs, sizing: Sizing, graphs: GraphSettings, machine: Machine, limits: StepLimits, record: Record
+) -> GraphSettings:
+    """What memory decided. Returns the steps that are recorded, now that the number of requests is known."""
+    if args.memory.max_total_tokens is None:
+        record.note("max_total_tokens", sizing.ledger.num_tokens, sizing.tokens_reason)
+    asked = args.memory.max_running_requests
+    if asked != sizing.max_running_requests:
+        reason = sizing.running_reason if asked is None else f"{asked} shared by the attention groups"
+        record.note("max_running_requests", sizing.max_running_requests, reason)
+    if args.memory.mem_fraction_static is None:
+        record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)
+    recorded = graphs.up_to(sizing.max_running_requests)
+    note_graphs(args, recorded, machine, limits, sizing.max_running_requests, record)
+    return recorded

@@ -1,0 +1,77 @@
+"""Whether ranks may be lost, as ``--elastic-ep`` asks: what stands in the way is refused here, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import ModelConfig
+from moe_engine.parallel.dispatch.tables import DispatchChoice
+from moe_engine.parallel.placement.coverage import Coverage
+from moe_engine.parallel.topology import Topology
+from moe_engine.planning.resolution_log import Record
+
+BACKENDS = ("all_to_all", "allgather", "shared_memory")
+"""Dispatchers that can be made anew for the ranks that are left."""
+
+
+def resolve_elastic(
+    args: EngineArgs,
+    model: ModelConfig,
+    topology: Topology,
+    dispatch: DispatchChoice | None,
+    device: str,
+    record: Record,
+) -> Coverage | None:
+    """Which losses are covered; None without the flag.
+
+    Raises:
+        ConfigError: naming the flag that is in the way and what to give instead.
+    """
+    if not args.parallel.elastic_ep:
+        return None
+    why_not = next(_obstacles(args, model, topology, dispatch, device), None)
+    if why_not is not None:
+        raise ConfigError(f"--elastic-ep: {why_not}")
+    assert model.moe is not None
+    redundant, size = args.experts.ep_num_redundant_experts, topology.tp_size
+    coverage = Coverage(model.moe.num_experts, (model.moe.num_experts + redundant) // size)
+    if not coverage.covers(size - 1):
+        raise ConfigError(
+            f"--elastic-ep: {size - 1} of {size} ranks have {(size - 1) * coverage.slots} slots for "
+            f"{coverage.num_experts} experts, so none may be lost: "
+            f"--ep-num-redundant-experts {coverage.redundant_needed(size - 1, size)} covers one"
+        )
+    fewest = -(-coverage.num_experts // coverage.slots)
+    record.note("elastic_ep", True, f"{fewest} of {size} ranks have slots for all experts: {size - fewest} may be lost")
+    return coverage
+
+
+def _obstacles(
+    args: EngineArgs, model: ModelConfig, topology: Topology, dispatch: DispatchChoice | None, device: str
+) -> Iterator[str]:
+    flags = args.parallel
+    if not model.is_moe:
+        yield f"{model.architecture} has no experts; leave it out"
+    if topology.tp_size == 1:
+        yield "there is one rank; give --tp-size 2 or more"
+    if topology.attn_dp_size != topology.tp_size:
+        yield (
+            f"a group of {topology.attn_tp_size} ranks shares its requests and cannot do without one of them; give "
+            f"--attn-dp-size {topology.tp_size}"
+        )
+    if dispatch is None or dispatch.row.name not in BACKENDS:
+        name = "none" if dispatch is None else dispatch.row.name
+        yield f"--moe-a2a-backend {name} is for ranks that are there for ever; give {', '.join(BACKENDS)}"
+    if topology.cuts_dense:
+        yield "dense layers are cut over all ranks; give --moe-dense-tp-size 1"
+    if not topology.enable_dp_lm_head:
+        yield "the head is cut over all ranks; give --enable-dp-lm-head"
+    if topology.num_nodes > 1:
+        yield f"a node leaves as a whole (--nnodes {topology.num_nodes}); give --nnodes 1"
+    if device != "cpu":
+        yield f"ranks on {device} cannot leave a collective that others do not come to; give --device cpu"
+    if flags.enable_two_batch_overlap or flags.enable_single_batch_overlap:
+        name = "two" if flags.enable_two_batch_overlap else "single"
+        yield f"what --enable-{name}-batch-overlap has under way cannot be left; leave it out"

@@ -1,0 +1,202 @@
+"""From flags to the sizes of decode steps that are recorded; where none can be, the reason is noted."""
+
+from __future__ import annotations
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.field import option_of
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.device import Need
+from moe_engine.models import sizes
+from moe_engine.models.config import ModelConfig
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.planning.attention_memory import attention_row, experts_row, unrecorded
+from moe_engine.planning.ledger import GB, GRAPHS_ROW, LedgerRow
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_parallel import ParallelPlan
+from moe_engine.planning.step_limits import StepLimits
+from moe_engine.types import GraphSettings, SpeculationConfig
+
+# GPU memory in GB (below) -> requests of the largest recorded step, on fewer than 4 ranks and on more: SGLang's numbers
+MAX_SIZES = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
+LARGEST = 512
+GRAPH_BYTES = 8 << 20
+"""An allowance for what the driver keeps of one recording."""
+
+NO_LAUNCHES = "a CPU has no launches to save"
+RECORDED_EXACTLY = 32
+"""Without padding every size up to this one is recorded."""
+
+
+def resolve_graphs(
+    args: EngineArgs,
+    model: ModelConfig,
+    machine: Machine,
+    parallel: ParallelPlan,
+    experts: ExpertSettings,
+    speculation: SpeculationConfig | None,
+    limits: StepLimits,
+    need: Need,
+    record: Record,
+) -> GraphSettings:
+    """Pure. `note_graphs` says what came of it, when the number of running requests is known.
+
+    Args:
+        need: what the model asks of its kernels.
+
+    Raises:
+        ConfigError: flags that contradict each other.
+    """
+    flags = args.graphs
+    if flags.cuda_graph_bs_decode is not None and flags.cuda_graph_max_bs_decode is not None:
+        largest = int(flags.cuda_graph_bs_decode.split()[-1])
+        if largest != flags.cuda_graph_max_bs_decode:
+            raise ConfigError(
+                f"--cuda-graph-bs-decode up to {largest} with --cuda-graph-max-bs-decode "
+                f"{flags.cuda_graph_max_bs_decode}: drop one"
+            )
+    asked = flags.disable_cuda_graph or flags.cuda_graph_backend_decode == "disabled"
+    why = "asked for" if asked else _why_not(args, model, machine, parallel, experts, need)
+    if why is not None:
+        wanted = sorted(args.given & set(vars(flags)))
+        if machine.device == "cpu" and wanted:
+            record.remark(f"{', '.join(map(option_of, wanted))}: nothing to do ({NO_LAUNCHES})")
+        elif machine.device != "cpu" and not asked:
+            record.remark(f"no CUDA graphs: {why}")
+        record.note("cuda_graph_backend_decode", "disabled", why)
+        return GraphSettings()
+    if flags.cuda_graph_backend_decode is None:
+        record.note("cuda_graph_backend_decode", "full", "a launch for a step costs less than one for each kernel")
+    counts = _counts(speculation)
+    most, _ = _most(limits, counts, limits.running)
+    sizes = tuple(size for size in _sizes(args, machine, parallel, limits, most) if size <= most)
+    return GraphSettings(sizes, counts, not flags.disable_cuda_graph_padding)
+
+
+def note_graphs(
+    args: EngineArgs, graphs: GraphSettings, machine: Machine, limits: StepLimits, running: int, record: Record
+) -> None:
+    """Notes the sizes that are recorded and why none is larger, and remarks on flags that ask for more.
+
+    Args:
+        graphs: without sizes that no step will have.
+        running: most requests of a step.
+    """
+    if not graphs.sizes:
+        return
+    flags, largest = args.graphs, graphs.sizes[-1]
+    most, bound = _most(limits, graphs.counts, running)
+    asked = flags.cuda_graph_max_bs_decode
+    if flags.cuda_graph_bs_decode is not None:
+        asked = int(flags.cuda_graph_bs_decode.split()[-1])
+    if asked is not None and asked > most:
+        name = "cuda_graph_max_bs_decode" if flags.cuda_graph_bs_decode is None else "cuda_graph_bs_decode"
+        record.remark(f"{option_of(name)}: nothing above {largest} is recorded, {bound}")
+    if flags.cuda_graph_bs_decode is not None:
+        if asked is not None and asked > most:
+            record.note("cuda_graph_bs_decode", " ".join(map(str, graphs.sizes)), f"as asked up to {largest}: {bound}")
+        return
+    if asked is None or asked > most:
+        reason = bound if largest == most else f"{machine.total_bytes / GB:.0f} GB, {running} requests run"
+        record.note("cuda_graph_max_bs_decode", largest, reason)
+    listed = f"SGLang's list up to {largest}" + (f", {bound}" if largest == most else "")
+    record.note("cuda_graph_bs_decode", " ".join(map(str, graphs.sizes)), listed)
+
+
+def _most(limits: StepLimits, counts: tuple[int, ...], running: int) -> tuple[int, str]:
+    """Requests of the largest step that can be recorded, and what bounds it: recorded steps are decodes, padded to a
+    size, whose tokens travel in one dispatch of fixed capacity."""
+    if limits.low_latency != "never":
+        fits = limits.low_latency_tokens * limits.ranks // max(counts)
+        if fits < running:
+            each = f" of {max(counts)} tokens" if max(counts) > 1 else ""
+            return fits, (
+                f"as a low-latency dispatch carries {limits.low_latency_tokens} tokens a rank, {fits} requests{each} "
+                "(--max-dispatch-tokens-per-rank)"
+            )
+    return running, f"as {running} requests run at most"
+
+
+def _why_not(
+    args: EngineArgs, model: ModelConfig, machine: Machine, parallel: ParallelPlan, experts: ExpertSettings, need: Need
+) -> str | None:
+    if machine.device != "cuda":
+        return NO_LAUNCHES
+    if parallel.dispatch is not None and parallel.dispatch.modes["decode"] != "low_latency":
+        return (
+            f"decodes in the normal mode of {parallel.dispatch.row.name}: the host waits for the sizes of its messages"
+        )
+    if experts.rebalance is not None:
+        return "--enable-eplb looks at every step and moves experts between them"
+    if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
+        return "recorded experts of many ranks: all must leave the graphs in the same step"
+    rows = [attention_row(machine, need, args.backends.attention_backend)]
+    if model.moe is not None:
+        rows.append(experts_row(machine, need, args.backends.moe_runner_backend))
+    return next((why for row in rows if (why := unrecorded(machine, row, need)) is not None), None)
+
+
+def _counts(speculation: SpeculationConfig | None) -> tuple[int, ...]:
+    """Tokens of a request: those of a chain of drafts, and one without. Trees are not recorded."""
+    if speculation is None or speculation.topk > 1:
+        return (1,)
+    if speculation.auto_depth:
+        return tuple(range(1, speculation.num_steps + 2))
+    return (1, speculation.num_steps + 1)
+
+
+def _sizes(
+    args: EngineArgs, machine: Machine, parallel: ParallelPlan, limits: StepLimits, most: int
+) -> tuple[int, ...]:
+    flags = args.graphs
+    if flags.cuda_graph_bs_decode is not None:
+        return tuple(map(int, flags.cuda_graph_bs_decode.split()))
+    largest = min(largest_size(args, machine, parallel), most)
+    if largest < 1:
+        return ()
+    known = graph_sizes(largest, limits.drafts)
+    if flags.disable_cuda_graph_padding:
+        known |= set(range(1, min(largest, RECORDED_EXACTLY) + 1))
+    return tuple(sorted(known))
+
+
+def largest_size(args: EngineArgs, machine: Machine, parallel: ParallelPlan) -> int:
+    """Requests of the largest step to be recorded, whether so many run or not."""
+    flags = args.graphs
+    if flags.cuda_graph_bs_decode is not None:
+        return int(flags.cuda_graph_bs_decode.split()[-1])
+    if flags.cuda_graph_max_bs_decode is not None:
+        return flags.cuda_graph_max_bs_decode
+    many = parallel.topology.tp_size >= 4
+    return next((row[1 + many] for row in MAX_SIZES if machine.total_bytes < row[0] * GB), LARGEST)
+
+
+def graph_sizes(largest: int, drafts: bool) -> set[int]:
+    """SGLang's list of batch sizes, and the largest itself; with drafts the steps are closer."""
+    if drafts:
+        parts = (range(1, 9), range(10, 33, 2), range(40, 65, 4), range(72, 257, 8), range(272, largest + 1, 16))
+    else:
+        parts = (
+            (1, 2, 4, 8, 12), range(16, 257, 8), range(272, 497, 16), range(512, largest + 1, 32)
+        )  # type: ignore[assignment]  # fmt: skip
+    return {size for part in parts for size in part if size < largest} | {largest}
+
+
+def graph_row(
+    graphs: GraphSettings, model: ModelConfig, dtype_bytes: int, groups: int, running: int, logits_rows: int
+) -> list[LedgerRow]:
+    """What recordings take: the largest one's activations and logits, results that outlive it, and their own records.
+
+    Args:
+        groups: attention groups, whose tokens meet in the experts.
+        running: most requests of a step, where that is less than the largest recording.
+        logits_rows: most rows of logits at once; larger steps are recorded without the head.
+    """
+    if not graphs.sizes:
+        return []
+    tokens = min(graphs.max_tokens, running * max(graphs.counts))
+    heads = min(tokens, logits_rows)
+    step = sizes.largest_step_activation_bytes(model, tokens * groups, dtype_bytes, num_logits=heads, expanded_tokens=0)
+    results = tokens * model.hidden_size * dtype_bytes + heads * model.vocab_size * (4 + dtype_bytes)
+    detail = f"{graphs.num_graphs} recorded steps of up to {tokens} tokens, in one pool"
+    return [LedgerRow(GRAPHS_ROW, step + results + graphs.num_graphs * GRAPH_BYTES, detail)]

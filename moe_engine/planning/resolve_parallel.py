@@ -1,0 +1,321 @@
+"""From flags and the cluster's word to one plan of ranks: sizes of every axis, place of this node, the dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.parallel import ParallelArgs
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.widths import widths_of
+from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
+from moe_engine.parallel.placement.coverage import Coverage
+from moe_engine.parallel.topology import Topology
+from moe_engine.planning.cluster_env import ClusterPlace
+from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_elastic import resolve_elastic
+from moe_engine.processes.dist_secret import DistSecret
+
+ONE_RANK = Topology()
+START_SECONDS = 1200.0
+
+
+class NodeRankError(ConfigError):
+    """--node-rank contradicts the launcher of this node, which node 0 cannot see."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Who computes. `topology` is one replica's; replicas are alike and share one machine.
+
+    Attributes:
+        leader_address: HOST:PORT of node 0; None on one node.
+        dispatch: the backend that moves tokens to experts and its modes; None where all ranks see all tokens.
+        dispatch_fp8: tokens travel in FP8.
+        coverage: of losses that the others go on without; None: a lost rank ends the replica.
+    """
+
+    topology: Topology = ONE_RANK
+    num_replicas: int = 1
+    node_rank: int = 0
+    leader_address: str | None = None
+    dispatch: DispatchChoice | None = None
+    dispatch_fp8: bool = False
+    coverage: Coverage | None = None
+    start_seconds: float = START_SECONDS
+    local_rank: int = 0
+    """Above 0 in a launch with several processes a node: its first process starts all ranks, the others leave."""
+    secret: DistSecret | None = None
+    """Of the sockets between nodes."""
+
+    @property
+    def num_nodes(self) -> int:
+        return self.topology.num_nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of all replicas, on this node."""
+        return self.num_ranks // self.num_nodes
+
+    @property
+    def num_groups(self) -> int:
+        """Schedulers: attention groups of all replicas."""
+        return self.topology.attn_dp_size * self.num_replicas
+
+    @property
+    def num_ranks(self) -> int:
+        return self.topology.tp_size * self.num_replicas
+
+
+SINGLE_PROCESS = ParallelPlan()
+
+
+def resolve_parallel(
+    args: EngineArgs,
+    model: ModelConfig,
+    device: str,
+    place: ClusterPlace | None,
+    record: Record,
+    unlinked: str | None = None,
+    num_devices: int | None = None,
+) -> ParallelPlan:
+    """Pure, as `resolve`.
+
+    Args:
+        place: what SLURM or torchrun say, for what the flags leave open.
+        unlinked, num_devices: as `Machine` has them.
+
+    Raises:
+        ConfigError: sizes that do not fit each other or the model, with those that would.
+    """
+    flags = args.parallel
+    attn_dp, replicas = _data_parallel(args, record)
+    num_nodes, node_rank, leader = _place(args, place, record)
+    backend = _backend(args)
+    if backend != "none" and not model.is_moe:
+        raise ConfigError(f"--moe-a2a-backend {backend}: {model.architecture} has no experts; leave it out")
+    ep_size = _ep_size(args, backend, record)
+    _check_replicas(replicas, num_nodes)
+    _check_enough_ranks(
+        flags, attn_dp, ep_size, num_nodes, "" if "nnodes" in args.given or place is None else place.origin
+    )
+    topology = _topology(args, model, attn_dp, ep_size, backend, num_nodes)
+    _check_nodes(num_nodes, node_rank, leader)
+    dispatch = None
+    if topology.travels:
+        where = Place(device, topology.tp_size, topology.num_nodes, unlinked)
+        dispatch = _dispatch(topology, where, flags, record)
+    _check_overlap(flags, dispatch is not None)
+    fp8 = flags.moe_dispatch_dtype == "fp8"
+    if fp8 and (dispatch is None or model.hidden_size % 128):
+        why = "no tokens travel (--moe-a2a-backend)" if dispatch is None else f"hidden size {model.hidden_size}"
+        raise ConfigError(f"--moe-dispatch-dtype fp8 needs tokens that travel, of whole blocks of 128 channels: {why}")
+    plan = ParallelPlan(
+        topology=topology,
+        num_replicas=replicas,
+        node_rank=node_rank,
+        leader_address=leader if num_nodes > 1 else None,
+        dispatch=dispatch,
+        dispatch_fp8=fp8,
+        coverage=resolve_elastic(args, model, topology, dispatch, device, record),
+        start_seconds=float(flags.dist_timeout or START_SECONDS),
+        local_rank=place.local_rank if place is not None else 0,
+    )
+    _check_devices(flags, plan, num_devices)
+    _remark_all_reduce(flags, plan, device, record)
+    return plan
+
+
+def _topology(args: EngineArgs, model: ModelConfig, attn_dp: int, ep_size: int, backend: str, nodes: int) -> Topology:
+    """Held against itself and the model. Messages name the attention groups' flag as it was given."""
+    flags = args.parallel
+    try:
+        topology = Topology(
+            tp_size=flags.tp_size,
+            attn_dp_size=attn_dp,
+            ep_size=ep_size,
+            moe_dense_tp_size=flags.moe_dense_tp_size,
+            enable_dp_lm_head=flags.enable_dp_lm_head,
+            moe_a2a_backend=backend if flags.tp_size > 1 else "none",
+            num_nodes=nodes,
+        )
+        topology.check(widths_of(model, args.experts.ep_num_redundant_experts))
+    except ConfigError as error:
+        if flags.enable_dp_attention:
+            raise ConfigError(str(error).replace("--attn-dp-size", "--dp-size")) from None
+        raise
+    return topology
+
+
+def _check_enough_ranks(flags: ParallelArgs, attn_dp: int, ep_size: int, nodes: int, origin: str) -> None:
+    """Attention groups, experts and nodes share the ranks of --tp-size, which many commands leave at 1.
+
+    Args:
+        nodes: of a replica.
+        origin: of the number of nodes, where no flag gave it.
+
+    Raises:
+        ConfigError: there are fewer ranks; in the flags' own words.
+    """
+    groups = f"--enable-dp-attention --dp-size {attn_dp}" if flags.enable_dp_attention else f"--attn-dp-size {attn_dp}"
+    hosts = f"{nodes} nodes ({origin})" if origin else f"--nnodes {flags.nnodes}"
+    for asked, size, users in (
+        (groups, attn_dp, "attention groups share"),
+        (f"--ep-size {ep_size}", ep_size, "parts of the experts lie on"),
+        (hosts, nodes, "nodes share"),
+    ):
+        if size > flags.tp_size >= 1:
+            way_out = "add" if flags.tp_size == 1 else "use"
+            raise ConfigError(
+                f"{asked} with --tp-size {flags.tp_size}: {size} {users} the ranks of --tp-size, one or more each; "
+                f"{way_out} --tp-size {size}"
+            )
+
+
+def _remark_all_reduce(flags: ParallelArgs, plan: ParallelPlan, device: str, record: Record) -> None:
+    """--disable-custom-all-reduce acts on CPU ranks that share a host and sum anything."""
+    if not flags.disable_custom_all_reduce:
+        return
+    why = None
+    if plan.topology.tp_size == 1:
+        why = "a model on one rank sums nothing over ranks"
+    elif device != "cpu":
+        why = "GPUs sum by NCCL either way"
+    elif plan.coverage is not None:
+        why = "ranks of --elastic-ep meet only where tokens travel to experts"
+    if why is not None:
+        record.remark(f"--disable-custom-all-reduce: nothing to do ({why})")
+
+
+def _check_devices(flags: ParallelArgs, plan: ParallelPlan, num_devices: int | None) -> None:
+    """Every rank of this node needs a GPU of its own.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if num_devices is None:
+        return
+    last = flags.base_gpu_id + flags.gpu_id_step * (plan.ranks_per_node - 1)
+    if last >= num_devices:
+        raise ConfigError(
+            f"this node's GPUs would be {flags.base_gpu_id} to {last} (--tp-size and --dp-size ask for "
+            f"{plan.ranks_per_node} here, --base-gpu-id {flags.base_gpu_id}, --gpu-id-step {flags.gpu_id_step}), and "
+            f"this machine has {num_devices}, numbered from 0"
+        )
+
+
+def _check_overlap(flags: ParallelArgs, travels: bool) -> None:
+    for flag, asked in (
+        ("--enable-two-batch-overlap", flags.enable_two_batch_overlap),
+        ("--enable-single-batch-overlap", flags.enable_single_batch_overlap),
+    ):
+        if asked and not travels:
+            raise ConfigError(f"{flag} computes while tokens travel to experts, and none do: add --moe-a2a-backend")
+    if not 0 <= flags.tbo_token_distribution_threshold <= 0.5:
+        raise ConfigError(
+            f"--tbo-token-distribution-threshold {flags.tbo_token_distribution_threshold:g}: must be between 0 and 0.5"
+        )
+
+
+def _data_parallel(args: EngineArgs, record: Record) -> tuple[int, int]:
+    """(attention groups, replicas) from the flags' two spellings."""
+    flags = args.parallel
+    if not flags.enable_dp_attention:
+        return flags.attn_dp_size, flags.dp_size
+    if "attn_dp_size" in args.given and flags.attn_dp_size != flags.dp_size:
+        raise ConfigError(
+            f"--enable-dp-attention takes --dp-size {flags.dp_size} as the number of attention groups, and "
+            f"--attn-dp-size says {flags.attn_dp_size}; give one of the two (replicas: --dp-size without "
+            "--enable-dp-attention)"
+        )
+    return record.note("attn_dp_size", flags.dp_size, "--dp-size with --enable-dp-attention"), 1
+
+
+def _backend(args: EngineArgs) -> str:
+    flags = args.parallel
+    if not flags.enable_deepep_moe:
+        return flags.moe_a2a_backend
+    if flags.moe_a2a_backend not in ("none", "deepep"):
+        raise ConfigError(
+            f"--enable-deepep-moe and --moe-a2a-backend {flags.moe_a2a_backend} name two dispatchers; drop one"
+        )
+    return "deepep"
+
+
+def _ep_size(args: EngineArgs, backend: str, record: Record) -> int:
+    """A dispatcher spans all ranks, so what the flag leaves open is settled by it."""
+    flags = args.parallel
+    if "ep_size" in args.given and flags.ep_size != flags.tp_size and flags.enable_ep_moe:
+        raise ConfigError(f"--enable-ep-moe spreads experts over --tp-size ranks, --ep-size says {flags.ep_size}")
+    if "ep_size" in args.given or flags.tp_size == 1:
+        return flags.ep_size
+    if flags.enable_ep_moe:
+        return record.note("ep_size", flags.tp_size, "--enable-ep-moe: all ranks")
+    if backend != "none":
+        return record.note("ep_size", flags.tp_size, f"--moe-a2a-backend {backend} spans all ranks")
+    return flags.ep_size
+
+
+def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tuple[int, int, str | None]:
+    """(nodes, this node's number, leader): flags first, then the cluster's word."""
+    flags, given = args.parallel, args.given
+    if place is not None and "node_rank" in given:
+        _check_node_rank(flags, "nnodes" in given, place)
+    if place is None or {"nnodes", "node_rank"} & given:
+        return flags.nnodes, flags.node_rank, flags.dist_init_addr
+    leader = flags.dist_init_addr
+    if leader is None and place.num_nodes > 1:
+        leader = record.note("dist_init_addr", place.leader_address, place.origin)
+    nodes = record.note("nnodes", place.num_nodes, place.origin)
+    return nodes, record.note("node_rank", place.node_rank, place.origin), leader
+
+
+def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlace) -> None:
+    """A node's number that the launcher contradicts, as ``--node-rank "$SLURM_NODEID"`` in a batch script, whose shell
+    runs on node 0 alone. A flag for fewer nodes than the launcher started is one's own division of them.
+
+    Raises:
+        NodeRankError: names both numbers.
+    """
+    if place.num_nodes == 1 or (nnodes_given and flags.nnodes != place.num_nodes):
+        return
+    if flags.node_rank != place.node_rank:
+        contradiction = f"--node-rank {flags.node_rank}, but {place.node_variable}={place.node_rank} ({place.origin})"
+        if place.node_variable != "SLURM_NODEID":
+            raise NodeRankError(f"{contradiction}: leave --node-rank out")
+        raise NodeRankError(
+            f"{contradiction}: leave --node-rank out, or let the shell of each task expand $SLURM_NODEID, which the "
+            "batch script expands on its first node alone: srun bash -c '... --node-rank $SLURM_NODEID'"
+        )
+
+
+def _check_replicas(replicas: int, nodes: int) -> None:
+    if replicas < 1:
+        raise ConfigError(f"--dp-size {replicas}: there is at least one replica")
+    if replicas > 1 and nodes > 1:
+        raise ConfigError(
+            f"--dp-size {replicas} and --nnodes {nodes}: replicas share one machine; start one server for each "
+            "replica and put a router before them, or give --enable-dp-attention for attention groups over the nodes"
+        )
+
+
+def _check_nodes(nodes: int, node_rank: int, leader: str | None) -> None:
+    if not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank {node_rank}: with --nnodes {nodes} it is 0 to {nodes - 1}")
+    if nodes > 1 and leader is None:
+        raise ConfigError(f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all reach")
+    if leader is not None:
+        host, _, port = leader.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--dist-init-addr {leader}: must be HOST:PORT, as in node0:20000")
+
+
+def _dispatch(topology: Topology, place: Place, flags: ParallelArgs, record: Record) -> DispatchChoice:
+    try:
+        choice = choose(place, topology.moe_a2a_backend, flags.deepep_mode)
+    except ValueError as error:
+        raise ConfigError(f"--moe-a2a-backend {topology.moe_a2a_backend}: {error}") from None
+    if topology.moe_a2a_backend == "auto":
+        record.note("moe_a2a_backend", choice.row.name, choice.reason)
+    return choice

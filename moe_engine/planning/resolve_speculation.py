@@ -1,0 +1,294 @@
+"""From the speculative flags to a `SpeculationConfig`: automatic values, and what cannot work said by name.
+
+A draft tree has the last known token as its root; `topk` nodes are kept at each of `steps` depths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.field import fields_of, option_of
+from moe_engine.config.speculative import AUTO, SpeculativeArgs
+from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.models.config import ModelConfig
+from moe_engine.planning.resolution_log import Record
+from moe_engine.types import SpeculationConfig
+
+METHODS = {"NEXTN": "nextn", "EAGLE": "nextn", "STANDALONE": "standalone", "NGRAM": "ngram"}
+MAX_DRAFT_TOKENS = 64
+AUTO_MAX_STEPS = 6
+NGRAM_STEPS = 4
+DEFAULT_TREE = (3, 1, 4)
+TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+UNUSED_TREES = {("5", "8", "64"), ("5", "4", "8")}
+"""Steps, topk and tokens in dumps of SGLang 0.4 without drafts: their defaults then."""
+NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """What --speculative-draft-model-path names: its local folder and its config.json."""
+
+    path: str
+    config: ModelConfig
+
+
+def resolve_speculation(
+    args: EngineArgs, model: ModelConfig, draft: DraftModel | None, context_len: int, record: Record
+) -> SpeculationConfig | None:
+    """The drafter and the shape of its trees; None without --speculative-algorithm.
+
+    Args:
+        draft: the draft model, if the flags name one.
+        record: takes the automatic values with their reasons, and remarks.
+
+    Raises:
+        ConfigError: naming the flag and the fix.
+    """
+    flags = args.speculative
+    if flags.speculative_algorithm is None:
+        _refuse_without_algorithm(args, record)
+        return None
+    method = METHODS[flags.speculative_algorithm]
+    if method == "nextn" and draft is not None and draft.config.source == model.source:
+        draft = None  # the model's own checkpoint, as many SGLang commands spell it out
+    _check_drafter(args, method, model, draft, context_len)
+    _check_thresholds(flags, record)
+    _check_window(args, method)
+    tree = _tree(args, method, record)
+    if tree.topk > 1 and args.backends.enable_deterministic_inference:
+        raise ConfigError(
+            f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: beside draft trees prompt "
+            "chunks are computed in another form than alone; use --speculative-eagle-topk 1, or drop the other flag"
+        )
+    if draft is not None:
+        record.note("speculative_draft_model_path", draft.path, "the folder that the flag names")
+    return SpeculationConfig(
+        method=method,
+        num_steps=tree.steps,
+        topk=tree.topk,
+        num_draft_tokens=tree.nodes,
+        auto_depth=tree.auto_depth,
+        accept_threshold_single=flags.speculative_accept_threshold_single,
+        accept_threshold_acc=flags.speculative_accept_threshold_acc,
+        draft_model_path=draft.path if draft is not None else None,
+        ngram_min_match=flags.speculative_ngram_min_match_window_size,
+        ngram_max_match=flags.speculative_ngram_max_match_window_size,
+    )
+
+
+def speculative_values(speculation: SpeculationConfig) -> dict[str, Any]:
+    """The values in force, by the names /server_info shows; `num_steps` is the most a step may take."""
+    return {
+        "speculative_num_steps": speculation.num_steps,
+        "speculative_eagle_topk": speculation.topk,
+        "speculative_num_draft_tokens": speculation.num_draft_tokens,
+        "speculation": dataclasses.asdict(speculation),
+    }
+
+
+def _refuse_without_algorithm(args: EngineArgs, record: Record) -> None:
+    tree = tuple(str(getattr(args.speculative, name)) for name in TREE)
+    if tree in UNUSED_TREES:
+        options = ", ".join(f"{option_of(name)} {value}" for name, value in zip(TREE, tree))
+        record.remark(f"{options}: nothing to do (SGLang's values when there is no --speculative-algorithm)")
+        return
+    for info in fields_of(SpeculativeArgs):
+        value = getattr(args.speculative, info.name)
+        if info.name in args.given and value != info.default and value not in ("0", 0):
+            raise ConfigError(
+                f"{info.option} {value} needs --speculative-algorithm: NEXTN for a checkpoint with MTP layers, "
+                "STANDALONE for a draft model, NGRAM for any model"
+            )
+
+
+# -- the drafter
+
+
+def _check_drafter(
+    args: EngineArgs, method: str, model: ModelConfig, draft: DraftModel | None, context_len: int
+) -> None:
+    path = args.speculative.speculative_draft_model_path
+    if method == "ngram" and path is not None:
+        raise ConfigError(
+            f"--speculative-draft-model-path {path}: --speculative-algorithm NGRAM drafts from the text and takes no "
+            "model; drop the path, or use STANDALONE"
+        )
+    if method == "nextn":
+        _check_mtp(args, model, draft)
+    elif method == "standalone":
+        if draft is None:
+            raise ConfigError(
+                "--speculative-algorithm STANDALONE needs --speculative-draft-model-path: the folder of a small model "
+                f"with the vocabulary of {model.source}"
+            )
+        _check_standalone(model, draft, context_len)
+
+
+def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -> None:
+    asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
+    if not model.num_nextn_predict_layers:
+        raise ConfigError(
+            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0), and EAGLE "
+            "heads from elsewhere are not available yet in moe-engine; use NGRAM, which needs no weights, or "
+            "STANDALONE with a draft model"
+        )
+    if draft is not None:
+        raise NotAvailableYet(
+            f"--speculative-draft-model-path {draft.path}: MTP layers of another checkpoint are not available yet in "
+            "moe-engine; leave it out for the model's own, or use --speculative-algorithm STANDALONE for a whole model"
+        )
+    if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
+        raise ConfigError(
+            f"{asked} with num_hidden_layers {model.num_layers} in --json-model-override-args: "
+            f"the MTP layers continue layer {model.stored_layers - 1}, which is cut off; drop one of them"
+        )
+    if model.attention.kind != "mla":
+        raise NotAvailableYet(
+            f"{asked}: the MTP layers of {model.architecture} are not available yet in "
+            "moe-engine, only those of DeepSeek models; use NGRAM"
+        )
+
+
+def _check_standalone(model: ModelConfig, draft: DraftModel, context_len: int) -> None:
+    if draft.config.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"--speculative-draft-model-path {draft.path}: a vocabulary of {draft.config.vocab_size} tokens, and "
+            f"{model.source} has {model.vocab_size}; a draft model must have the same tokens"
+        )
+    if draft.config.context_length < context_len:
+        raise ConfigError(
+            f"--speculative-draft-model-path {draft.path}: made for {draft.config.context_length} tokens, and requests "
+            f"may reach {context_len}; use --context-length {draft.config.context_length}, or another draft model"
+        )
+
+
+# -- the flags that are numbers
+
+
+def _check_thresholds(flags: SpeculativeArgs, record: Record) -> None:
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        value = getattr(flags, name)
+        if not 0 < value <= 1:
+            raise ConfigError(f"{option_of(name)} {value:g}: a probability above 0 and at most 1 (1: lossless)")
+        if value < 1:
+            record.remark(f"{option_of(name)} {value:g}: drafts are kept that the model itself might not have chosen")
+
+
+def _check_window(args: EngineArgs, method: str) -> None:
+    low, high = (getattr(args.speculative, name) for name in NGRAM_WINDOW)
+    for name in NGRAM_WINDOW:
+        value = getattr(args.speculative, name)
+        if method != "ngram" and value != getattr(SpeculativeArgs, name):
+            algorithm = args.speculative.speculative_algorithm
+            raise ConfigError(f"{option_of(name)} {value} belongs to NGRAM, not to --speculative-algorithm {algorithm}")
+        if value < 1:
+            raise ConfigError(f"{option_of(name)} {value}: must be at least 1")
+    if low > high:
+        raise ConfigError(f"{option_of(NGRAM_WINDOW[0])} {low} is more than {option_of(NGRAM_WINDOW[1])} {high}")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Its depth, width and nodes (the root included); `auto_depth`: the depth is chosen anew for each step."""
+
+    steps: int
+    topk: int
+    nodes: int
+    auto_depth: bool = False
+
+
+def _tree(args: EngineArgs, method: str, record: Record) -> Tree:
+    flags = args.speculative
+    steps, topk = flags.speculative_num_steps, flags.speculative_eagle_topk
+    nodes = flags.speculative_num_draft_tokens
+    _check_least(topk, nodes)
+    if method == "ngram" and topk is not None and topk > 1:
+        raise NotAvailableYet(
+            f"--speculative-eagle-topk {topk} with NGRAM: trees of n-grams are not available yet in moe-engine; use 1"
+        )
+    if steps == AUTO:
+        return _auto_tree(topk, nodes, record)
+    if method == "ngram":
+        return _ngram_chain(steps, nodes, record)
+    missing = [option_of(name) for name, value in zip(TREE, (steps, topk, nodes)) if value is None]
+    if len(missing) == len(TREE):
+        reason = "SGLang's 3, 1, 4 for DeepSeek models and for draft models"
+        for name, value in zip(TREE, DEFAULT_TREE):
+            record.note(name, value, reason)
+        return Tree(*DEFAULT_TREE)
+    if steps is None or topk is None or nodes is None:
+        raise ConfigError(_incomplete(steps, nodes, missing))
+    return _given_tree(int(steps), topk, nodes, record)
+
+
+def _check_least(topk: int | None, nodes: int | None) -> None:
+    if topk is not None and topk < 1:
+        raise ConfigError(f"--speculative-eagle-topk {topk}: must be at least 1 (1: a chain)")
+    if nodes is not None and nodes < 2:
+        raise ConfigError(f"--speculative-num-draft-tokens {nodes}: must be at least 2, the last token and a draft")
+    if nodes is not None and nodes > MAX_DRAFT_TOKENS:
+        raise ConfigError(f"--speculative-num-draft-tokens {nodes}: must be at most {MAX_DRAFT_TOKENS}")
+
+
+def _incomplete(steps: str | None, nodes: int | None, missing: list[str]) -> str:
+    depth = int(steps) if steps not in (None, "0") else (nodes or NGRAM_STEPS + 1) - 1
+    return (
+        f"{' and '.join(missing)} missing: give --speculative-num-steps, --speculative-eagle-topk and "
+        f"--speculative-num-draft-tokens together or none of them; {_chain_flags(depth)} draft a chain"
+    )
+
+
+def _chain_flags(depth: int) -> str:
+    return f"--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
+
+
+def _auto_tree(topk: int | None, nodes: int | None, record: Record) -> Tree:
+    if topk is not None and topk > 1:
+        raise ConfigError(
+            f"--speculative-num-steps auto with --speculative-eagle-topk {topk}: auto chooses the length of a chain; "
+            "use topk 1, or give the number of steps"
+        )
+    steps = AUTO_MAX_STEPS if nodes is None else nodes - 1
+    record.note("speculative_num_steps", steps, f"each step drafts 0 to {steps} tokens, by what was accepted before")
+    if topk is None:
+        record.note("speculative_eagle_topk", 1, "auto steps make a chain")
+    if nodes is None:
+        record.note("speculative_num_draft_tokens", steps + 1, "the most steps + 1")
+    return Tree(steps, 1, steps + 1, auto_depth=True)
+
+
+def _ngram_chain(steps: str | None, nodes: int | None, record: Record) -> Tree:
+    """A match has one continuation: a chain, whose length either flag may say."""
+    depth = int(steps) if steps is not None else NGRAM_STEPS if nodes is None else nodes - 1
+    if steps is None:
+        record.note("speculative_num_steps", depth, "a short chain" if nodes is None else "draft tokens - 1")
+    if nodes is None:
+        record.note("speculative_num_draft_tokens", depth + 1, "steps + 1")
+    record.note("speculative_eagle_topk", 1, "an n-gram match has one continuation")
+    return _given_tree(depth, 1, depth + 1 if nodes is None else nodes, record)
+
+
+def _given_tree(steps: int, topk: int, nodes: int, record: Record) -> Tree:
+    if steps < 1:
+        raise ConfigError(
+            "--speculative-num-steps 0: must be at least 1; leave out --speculative-algorithm to draft nothing"
+        )
+    if topk == 1 and nodes != steps + 1:
+        record.remark(
+            f"--speculative-num-draft-tokens is {steps + 1}, not {nodes}: a chain (--speculative-eagle-topk 1) of "
+            f"{steps} steps has no other size"
+        )
+        nodes = record.note("speculative_num_draft_tokens", steps + 1, "steps + 1, as topk is 1")
+    if nodes > MAX_DRAFT_TOKENS:
+        raise ConfigError(f"--speculative-num-steps {steps}: at most {MAX_DRAFT_TOKENS - 1} in a chain")
+    most = 1 + topk + (steps - 1) * topk**2  # the first depth has topk nodes, each later one topk for each kept
+    if nodes > most:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {nodes}: {steps} steps of topk {topk} have at most {most} tokens, the "
+            f"root included; use {most}, or more --speculative-num-steps"
+        )
+    return Tree(steps, topk, nodes)

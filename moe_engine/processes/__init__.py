@@ -1,0 +1,1 @@
+"""Child processes, their runtime directory and threads, and the sockets between them."""

@@ -1,0 +1,96 @@
+"""A child process of the engine: started without re-importing the user's script, watched, and never left behind.
+
+The child gets its specification as a pickle on standard input and keeps that pipe open: when the parent dies, however
+suddenly, the pipe ends and the child leaves. When the child dies, a thread of the parent wakes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from moe_engine.processes.watched_thread import start_watched
+
+
+class ChildProcess:
+    """Runs ``python -m module`` with a pickled specification.
+
+    Args:
+        name: how the process is called in logs and errors.
+        module: the module to run; its `main` reads the specification with `read_spec`.
+        on_exit: called once, from a watcher thread, with a sentence that names the process and how it ended.
+    """
+
+    def __init__(self, name: str, module: str, spec: Any, on_exit: Callable[[str], None]) -> None:
+        self.name = name
+        self._on_exit = on_exit
+        self._popen = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, start_new_session=True)
+        assert self._popen.stdin is not None
+        try:
+            pickle.dump(spec, self._popen.stdin)
+            self._popen.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died at once; the watcher reports it
+        # A failure here is one of `on_exit` itself, so there is no other way to report it than the log.
+        start_watched(f"watch {name}", self._watch, lambda message: None)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return self._popen.poll()
+
+    def _watch(self) -> None:
+        self._on_exit(f"{self.name} (pid {self.pid}) {describe_exit(self._popen.wait())}")
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def stop(self, grace: float) -> None:
+        """Waits up to `grace` seconds for the process to end by itself, then kills it."""
+        try:
+            self._popen.wait(timeout=grace)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        if self._popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._popen.stdin.close()
+
+
+def describe_exit(code: int) -> str:
+    """A process's return code in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def read_spec() -> Any:
+    """In the child: the specification. Afterwards a thread leaves the process as soon as the parent is gone.
+
+    SIGINT and SIGTERM are left to the parent, which drains first: a supervisor sends them to every process of a group.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stream = os.fdopen(os.dup(0), "rb")
+    spec = pickle.load(stream)
+
+    def leave_with_parent() -> None:
+        while stream.read(1):
+            pass
+        os._exit(1)
+
+    start_watched("parent watch", leave_with_parent, lambda message: os._exit(1))
+    return spec

@@ -1,0 +1,128 @@
+"""Where the engine's sockets between processes are bound and connected; between nodes they are authenticated.
+
+Processes of one node meet at ``ipc://`` paths in a folder of mode 0700 (`run_folder`), which needs no more. Nodes meet
+at TCP ports. With a job secret (--dist-secret-file) every TCP socket speaks CURVE (libzmq: Curve25519, encrypted and
+authenticated at both ends); without one it speaks ZMTP in the clear.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import os
+import socket as sockets
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from moe_engine.errors import ConfigError
+from moe_engine.processes.dist_secret import DistSecret
+
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+SECRET_HINT = "--dist-secret-file or MOE_ENGINE_DIST_SECRET must hold the same secret on every node, or on none"
+SALT = b"moe-engine job secret 1"
+
+
+class JobKeys:
+    """The Curve25519 key pairs of a job: one for ends that bind, one for ends that connect.
+
+    Both follow from the job's secret (HKDF-SHA256, RFC 5869). To open a connection a peer needs the public key of the
+    end that binds. That key never crosses the network, so only a process that holds the secret is admitted; a list of
+    admitted clients (ZAP) would add a thread and no protection.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        if not zmq.has("curve"):
+            raise ConfigError("--dist-secret-file needs a pyzmq with CURVE, as its wheels have it: pip install pyzmq")
+        self.bind_secret, self.connect_secret = _derive(secret, b"bind"), _derive(secret, b"connect")
+        self.bind_public = zmq.curve_public(self.bind_secret)
+        self.connect_public = zmq.curve_public(self.connect_secret)
+
+    def __repr__(self) -> str:
+        return "JobKeys(...)"  # options that hold it are printed in logs and errors
+
+
+def job_keys(secret: DistSecret | None) -> JobKeys | None:
+    return None if secret is None else JobKeys(secret.value)
+
+
+def _derive(secret: bytes, purpose: bytes) -> bytes:
+    """A Curve25519 secret key, in Z85."""
+    extracted = hmac.new(SALT, secret, hashlib.sha256).digest()
+    return z85.encode(hmac.new(extracted, purpose + b"\1", hashlib.sha256).digest())
+
+
+def bind(socket: Any, address: str, keys: JobKeys | None = None, flag: str = "") -> str:
+    """Binds a ZeroMQ socket; returns the address with the port that it got.
+
+    Args:
+        address: ``ipc://PATH``, or ``tcp://IP:PORT`` with ``*`` for any free port.
+        flag: that the address came from, with its value, for the error.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    encrypts = keys is not None and address.startswith("tcp://")
+    if encrypts:
+        assert keys is not None
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.bind_secret)
+    socket.setsockopt(zmq.CURVE_SERVER, int(encrypts))  # of this address alone: a socket may have an ipc one, too
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(_why_not_bound(address, error, flag)) from None
+    return bound_address(socket)
+
+
+def connect(socket: Any, address: str, keys: JobKeys | None = None) -> None:
+    """Connects a ZeroMQ socket, now or as soon as the other end is there. `address` as it was bound."""
+    if keys is not None and address.startswith("tcp://"):
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.bind_public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.connect_public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.connect_secret)
+    socket.connect(address)
+
+
+def bound_address(socket: zmq.Socket[bytes]) -> str:
+    """What a socket was last bound to, with the port that it got."""
+    return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+
+
+def _why_not_bound(address: str, error: zmq.ZMQError, flag: str) -> str:
+    head = f"{flag}: cannot listen there ({address})" if flag else f"cannot listen at {address}"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.EADDRNOTAVAIL or error.errno == errno.ENODEV:
+        return f"{head}: not an address of this host ({sockets.gethostname()}); it must be one of node 0's own"
+    if error.errno == errno.EADDRINUSE:
+        return f"{head}: the port is in use; give a free one, the same on all nodes"
+    if address.startswith("ipc://"):
+        return f"{head}: {reason}; set TMPDIR to a folder with a shorter path that can be written"
+    return f"{head}: {reason}"
+
+
+class HandshakeMonitor:
+    """Notices peers whose handshake fails, so that a wrong secret is named. Belongs to the thread of its socket.
+
+    It must be read often: libzmq waits for its reader when a thousand events are unread.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._events = socket.get_monitor_socket(HANDSHAKE_FAILED)
+
+    def num_failed(self) -> int:
+        """Handshakes that failed since the last call."""
+        count = 0
+        while self._events.poll(0):
+            recv_monitor_message(self._events)
+            count += 1
+        return count
+
+    def close(self) -> None:
+        """Before its socket is closed."""
+        self._socket.disable_monitor()

@@ -1,0 +1,213 @@
+"""Who owns which KV slot and which worker row: the one place where requests, allocators and prefix tree meet.
+
+A request's slots [0, num_in_tree) belong to the tree (it holds a lock on `tree_node`, whose end is num_in_tree); the
+rest are its own. Everything given up is given up "after" the last planned step, because that step may be in flight.
+"""
+
+from __future__ import annotations
+
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.prefix_keys import bigrams
+from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
+from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.types import Request, RowWrite
+
+
+def token_run(request: Request, start: int, end: int) -> list[int]:
+    """Tokens [start, end) of prompt and outputs."""
+    prompt = len(request.prompt_ids)
+    if end <= prompt:
+        return request.prompt_ids[start:end]
+    if start >= prompt:
+        return request.output_ids[start - prompt : end - prompt]
+    return request.prompt_ids[start:] + request.output_ids[: end - prompt]
+
+
+class KVCacheManager:
+    """Slots and rows of all requests. `step` is the number of the last planned step (0: none yet)."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.page_size = config.page_size
+        self._bigrams = config.bigram_prefixes
+        self._reserves = config.speculation is not None
+        """Requests may hold slots for tokens that are not computed yet (drafts that were not accepted)."""
+        self.slots = SlotAllocator(config.num_slots, config.page_size)
+        self.rows = DeferredFreePool(range(config.max_rows))
+        cache = DisabledCache if config.disable_radix_cache else RadixCache
+        self.tree: RadixCache = cache(config.page_size, self.slots.free)
+        self.step = 0
+
+    # -- counts, in tokens
+
+    @property
+    def available(self) -> int:
+        """Tokens that are free, will be once the steps in flight are over, or could be evicted."""
+        return self.slots.num_free + self.slots.num_pending + self.tree.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        """Tokens held by requests; an unlocked cached prefix does not count."""
+        return self.slots.num_slots - self.available
+
+    # -- taking
+
+    def make_room(self, num_tokens: int) -> bool:
+        """Evicts until `num_tokens` are allocatable now. False if that cannot be reached."""
+        missing = num_tokens - self.slots.num_free
+        if missing <= 0:
+            return True
+        if self.tree.num_evictable >= missing:
+            self.tree.evict(missing)
+        return self.slots.num_free >= num_tokens
+
+    def attach(self, request: Request, node: Node) -> None:
+        """Locks the prefix that ends with `node` and gives it to the request, which must hold nothing yet."""
+        self.tree.lock(node)
+        request.tree_node = node
+        request.num_in_tree = node.end
+        request.slots = self.tree.prefix_slots(node)
+        request.num_computed = node.end
+
+    def detach(self, request: Request) -> None:
+        """Undoes `attach`."""
+        self.tree.unlock(request.tree_node, self.step)
+        request.tree_node = None
+        request.num_in_tree = request.num_computed = 0
+        request.slots = []
+
+    def extend(self, request: Request, count: int) -> list[int] | None:
+        """Slots for the next `count` tokens, appended to the request's; None, nothing changed, if there is no room."""
+        used = len(request.slots)
+        last = request.slots[-1] if used else 0
+        page = self.page_size
+        new_pages = -(-(used + count) // page) - -(-used // page)
+        if not self.make_room(new_pages * page):
+            return None
+        slots = self.slots.alloc(count, last, used)
+        if slots is not None:
+            request.slots += slots
+        return slots
+
+    def decode_need(self, requests: list[Request], steps: int = 1) -> int:
+        """Tokens (whole pages) that `steps` decode steps of all `requests` take from the pool."""
+        page = self.page_size
+        if self._reserves:
+            return sum(self._missing(r, r.num_computed + r.num_maybe + steps) for r in requests)
+        if page == 1:
+            return len(requests) * steps
+        if steps == 1:
+            return sum(1 for request in requests if len(request.slots) % page == 0) * page
+        pages = 0
+        for request in requests:
+            used = len(request.slots)
+            pages += -(-(used + steps) // page) - -(-used // page)
+        return pages * page
+
+    def take_decode_slots(self, requests: list[Request]) -> list[int]:
+        """The next slot of each request. `make_room(decode_need(requests))` must have succeeded."""
+        page = self.page_size
+        if self._reserves:
+            self.reserve(requests, [1] * len(requests))
+            return [request.slots[request.num_computed] for request in requests]
+        if page == 1:
+            slots = self.slots.take_pages(len(requests))
+            assert slots is not None
+            for request, slot in zip(requests, slots):
+                request.slots.append(slot)
+            return slots
+        owned = [request.slots for request in requests]
+        bases = self.slots.take_pages(sum(1 for own in owned if len(own) % page == 0))
+        assert bases is not None
+        slots = []
+        for own in owned:
+            slot = own[-1] + 1 if len(own) % page else bases.pop()
+            own.append(slot)
+            slots.append(slot)
+        return slots
+
+    def reserve_need(self, requests: list[Request], widths: list[int]) -> int:
+        """Tokens (whole pages) that `reserve` takes from the pool."""
+        return sum(self._missing(r, r.num_computed + r.num_maybe + w) for r, w in zip(requests, widths))
+
+    def reserve(self, requests: list[Request], widths: list[int]) -> list[RowWrite]:
+        """Gives each request slots for `widths[i]` tokens behind the last it may have; returns what is new of them.
+
+        `make_room(reserve_need(requests, widths))` must have succeeded.
+        """
+        writes = []
+        for request, width in zip(requests, widths):
+            used = len(request.slots)
+            count = request.num_computed + request.num_maybe + width - used
+            if count > 0:
+                slots = self.slots.alloc(count, request.slots[-1] if used else 0, used)
+                assert slots is not None
+                request.slots += slots
+                writes.append(RowWrite(request.row, used, slots))
+        return writes
+
+    def _missing(self, request: Request, num_tokens: int) -> int:
+        """Pool tokens to be taken so that the request has slots for `num_tokens`."""
+        used = len(request.slots)
+        return max(0, -(-num_tokens // self.page_size) - -(-used // self.page_size)) * self.page_size
+
+    # -- giving to the tree
+
+    def cache_unfinished(self, request: Request) -> RowWrite | None:
+        """Puts the computed whole pages of a running request into the tree, for others to share.
+
+        Where the tree already has the same tokens, the request adopts the tree's slots and gives up its own; the
+        returned write tells the worker.
+        """
+        old, start = request.tree_node, request.num_in_tree
+        node, present = self._insert(request, request.num_computed)
+        if node is old:
+            return None
+        self.tree.lock(node)
+        self.tree.unlock(old, self.step)
+        request.tree_node = node
+        request.num_in_tree = node.end
+        if not present:
+            return None
+        end = start + len(present)
+        self.slots.free(request.slots[start:end], self.step)
+        request.slots[start:end] = present
+        return RowWrite(request.row, start, present)
+
+    def release(self, request: Request) -> None:
+        """Takes row and slots from a request that ends or is retracted; what it computed stays in the tree.
+
+        The KV of the last token is not kept: it was not computed, or only by a step whose result is wasted.
+        """
+        known = request.num_tokens - (1 if request.output_ids else 0)
+        start = request.num_in_tree
+        node, present = self._insert(request, min(request.num_computed, known))
+        self.slots.free(request.slots[start : start + len(present)], self.step)
+        self.slots.free(request.slots[node.end :], self.step)
+        self.tree.unlock(request.tree_node, self.step)
+        self.rows.give([request.row], self.step)
+        request.tree_node = None
+        request.num_in_tree = 0
+        request.slots = []
+        request.row = -1
+
+    def _insert(self, request: Request, end: int) -> tuple[Node, list[int]]:
+        start = request.num_in_tree
+        if self._bigrams:
+            end = min(end, request.num_tokens - 1)
+        end -= end % self.page_size
+        if end <= start or not self.tree.enabled:
+            return request.tree_node, []
+        run = bigrams(token_run(request, start, end + 1)) if self._bigrams else token_run(request, start, end)
+        return self.tree.insert(request.tree_node, run, request.slots[start:end], self.step)
+
+    # -- time
+
+    def retire(self, step: int) -> bool:
+        """Step `step` is over. True if anything became free by that."""
+        return bool(self.slots.retire(step)) | bool(self.rows.retire(step))
+
+    def reset(self) -> None:
+        """Forgets tree and ownership; only when no request holds anything and no step is in flight."""
+        self.tree.flush(0)
+        self.slots.reset()
+        self.rows.reset()

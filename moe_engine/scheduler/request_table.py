@@ -1,0 +1,182 @@
+"""Every request the scheduler knows, and the ways in which one enters, leaves or steps back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moe_engine.errors import InputError
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.events import RequestEvent, finish_event
+from moe_engine.scheduler.finish import check_fits, end_ids
+from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
+from moe_engine.types import FinishReason, PackedLogprobs, Request, RowWrite, Status
+
+QUEUE_FULL = "The request queue is full."
+
+
+class RequestTable:
+    """Live requests: waiting ones are in `queue`, the others hold a row (`row >= 0`).
+
+    Of those with a row, `decodes` will compute one more token in the next step; `chunked` has a prompt that is computed
+    in part; the rest only wait for the result of a step in flight. `row_writes` and `finished_rows` go out with the
+    next plan.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.memory = KVCacheManager(config)
+        self.queue = WaitingQueue(config)
+        self.live: dict[str, Request] = {}
+        self.decodes: list[Request] = []
+        self.chunked: Waiting | None = None
+        self.row_writes: list[RowWrite] = []
+        self.finished_rows: list[int] = []
+        self.aborting: list[Request] = []
+        self.prompt_logprobs: dict[str, list[PackedLogprobs]] = {}
+        """Chunk by chunk, of prompts that are being computed."""
+        self.num_left = 0
+        """How many requests have given up their row so far; tells that it is worth looking for room again."""
+        self._seq = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return len(self.live) - len(self.queue)
+
+    def in_rows(self) -> list[Request]:
+        """Requests that can step back (complete only when no step is in flight)."""
+        return self.decodes if self.chunked is None else [*self.decodes, self.chunked.request]
+
+    def take_prompt_logprobs(self, rid: str) -> PackedLogprobs | None:
+        """All that have come of a prompt."""
+        parts = self.prompt_logprobs.pop(rid, None)
+        return PackedLogprobs.join(parts) if parts else None
+
+    # -- entering
+
+    def add(self, request: Request, now: float) -> list[RequestEvent]:
+        """See `Scheduler.add`. One that has run elsewhere already is not refused for want of places."""
+        if request.rid in self.live:
+            raise InputError(f"rid {request.rid!r} is already in use by a running request", field="rid")
+        check_fits(request, self.config)
+        events: list[RequestEvent] = []
+        limit = self.config.max_queued_requests
+        if limit is not None and len(self.queue) >= limit and not request.retractions:
+            events = self._displace(request, now)
+        self._seq += 1
+        request.seq = self._seq
+        request.queued_at = now
+        request.end_ids = end_ids(request)
+        self.live[request.rid] = request
+        self.queue.push(request, front=request.retractions > 0)
+        return events
+
+    def _displace(self, request: Request, now: float) -> list[RequestEvent]:
+        """Makes place in a full queue by sending away its least urgent, youngest request if that is less urgent."""
+        key = self.config.priority_key
+        if not self.config.uses_priority:
+            raise InputError(QUEUE_FULL, status=503)
+        worst = max(self.queue.entries, key=lambda e: (key(e.request.priority), e.request.seq))
+        if key(worst.request.priority) <= key(request.priority):
+            raise InputError(QUEUE_FULL, status=503)
+        self.queue.remove(worst)
+        return [self._end_waiting(worst.request, FinishReason("abort", message=QUEUE_FULL, status_code=503), now)]
+
+    # -- leaving
+
+    def end_all(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[RequestEvent]:
+        """Ends waiting ones at once, and marks those in a row for `end_aborting`."""
+        events = []
+        entries: dict[str, Waiting] = {}
+        for request in requests:
+            if request.row < 0:
+                entries = entries or {entry.request.rid: entry for entry in self.queue.entries}
+                self.queue.remove(entries[request.rid])
+                events.append(self._end_waiting(request, reason, now))
+            elif request.to_abort is None:
+                request.to_abort = reason
+                self.aborting.append(request)
+        return events
+
+    def end_aborting(self, now: float) -> list[RequestEvent]:
+        """Ends the requests marked by `end_all`."""
+        events = []
+        for request in self.aborting:
+            if request.finish_reason is None and request.to_abort is not None:
+                prompt_logprobs = self.take_prompt_logprobs(request.rid)
+                self.end_running(request, request.to_abort)
+                events.append(finish_event(request, request.to_abort, now, [], None, prompt_logprobs))
+        if self.aborting:
+            self.aborting = []
+            self.drop_left()
+        return events
+
+    def _end_waiting(self, request: Request, reason: FinishReason, now: float) -> RequestEvent:
+        del self.live[request.rid]
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        return finish_event(request, reason, now, [])
+
+    def end_running(self, request: Request, reason: FinishReason) -> None:
+        """Frees all it holds. `drop_left` must follow."""
+        del self.live[request.rid]
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        self._leave_row(request)
+
+    def step_back(self, victims: list[Request]) -> None:
+        """Running requests wait again, in the front region; their KV stays cached as long as it may.
+
+        Nothing may be in flight.
+        """
+        for request in victims:
+            self._leave_row(request)
+            request.status = Status.WAITING
+            request.num_computed = 0
+            request.retractions += 1
+            self.queue.push(request, front=True)
+        self.drop_left()
+
+    def end_cause(self, request: Request, reason: FinishReason, now: float) -> list[RequestEvent]:
+        """Ends the request that a step failed for, unless it was to be aborted. It may run or wait."""
+        if request.status is Status.FINISHED:
+            return []
+        if request.row < 0:
+            return self.end_all([request], reason, now)
+        request.num_computed = min(request.num_computed, request.num_in_tree)  # nothing more of it is shared
+        prompt_logprobs = self.take_prompt_logprobs(request.rid)
+        self.end_running(request, reason)
+        self.drop_left()
+        return [finish_event(request, reason, now, [], None, prompt_logprobs)]
+
+    def start_over(self) -> None:
+        """All that run wait again, in the order they came, with nothing of theirs computed: the cache is lost."""
+        running = sorted((r for r in self.live.values() if r.row >= 0), key=lambda r: r.seq)
+        self.finished_rows += [request.row for request in running]
+        self.num_left += len(running)
+        for request in running:
+            request.row, request.slots, request.num_computed = -1, [], 0
+            request.tree_node, request.num_in_tree = None, 0
+            request.num_in_flight = request.num_maybe = 0
+            request.status = Status.WAITING
+            request.retractions += 1
+            self.queue.push(request, front=True)
+        self.decodes, self.chunked, self.row_writes = [], None, []
+        self.prompt_logprobs.clear()
+        self.memory.reset()
+
+    def drop_left(self) -> None:
+        """Forgets requests that have no row any more."""
+        self.decodes = [r for r in self.decodes if r.row >= 0]
+
+    def _leave_row(self, request: Request) -> None:
+        row = request.row
+        self.memory.release(request)
+        self.finished_rows.append(row)
+        self.num_left += 1
+        self.prompt_logprobs.pop(request.rid, None)
+        if self.row_writes:
+            self.row_writes = [w for w in self.row_writes if w.row != row]
+        if self.chunked is not None and self.chunked.request is request:
+            self.chunked = None

@@ -1,0 +1,282 @@
+"""From a plan to the tensors of a step: one host buffer is filled, copied once, and cut into views.
+
+Tokens stand in two groups, `attention.decode` before `attention.prefill`; inside each, requests keep the plan's order,
+but for prompts that share tokens, which stand together at the end.
+What is reported back (logits rows, sampled rows) follows the plan's order, so nothing is restored afterwards.
+
+A pure decode of the same rows as the step before takes a short way that reuses everything but positions and slots.
+
+Legend: R requests, T tokens, S sampled rows, D decodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, SharedRun
+from moe_engine.types import StepPlan
+from moe_engine.worker.batch.mla_form import MLAFormPolicy
+from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.batch.shared_prefix import find_sharers
+from moe_engine.worker.batch.step_batch import RaggedTokens, StepBatch
+from moe_engine.worker.batch.uniform_batch import UniformBatches
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.sampling.sampler import SampledRows
+
+
+@dataclass(frozen=True)
+class _SameRows:
+    """What consecutive decodes of the same rows share."""
+
+    plan_rows: list[int]
+    rows: np.ndarray  # [D] int64
+    table_base: np.ndarray  # [D] int64: where the row begins in the flat slot table
+    rows_device: Tensor  # [D] int64
+    rows_int32: Tensor  # [D] int32
+    query_starts: Tensor  # [D+1] int32
+    query_lens: list[int]
+    token_indices: Tensor  # [D] int64: 0..D-1
+    offsets: np.ndarray  # [D] int64
+
+
+class BatchBuilder:
+    """Builds steps over one set of rows. Reads `Rows.last_token`, writes the step's slots into `Rows.slot_table`."""
+
+    def __init__(self, rows: RequestRows, page_size: int, form: MLAFormPolicy, stream: DeviceStream) -> None:
+        self._rows = rows
+        self._page_size = page_size
+        self._form = form
+        self._stream = stream
+        self._same: _SameRows | None = None
+        self.even_runs = UniformBatches(rows, page_size, stream)
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """The plan's `new_rows` and `row_writes` have been applied before."""
+        if not _is_pure_decode(plan):
+            self._same = None
+            return self._general(plan)
+        if self._same is None or self._same.plan_rows != plan.rows:
+            self._same = self._enter_decode(plan.rows)
+        return self._decode(plan, self._same)
+
+    # -- decodes of the same rows
+
+    def _enter_decode(self, plan_rows: list[int]) -> _SameRows:
+        count = len(plan_rows)
+        rows = np.array(plan_rows, dtype=np.int64)
+        offsets = np.arange(count, dtype=np.int64)
+        staging = self._stream.staging(2 * count + (2 * count + 2) // 2)
+        host, host32 = staging.numpy(), staging[2 * count :].view(torch.int32).numpy()
+        host[:count], host[count : 2 * count] = rows, offsets
+        host32[:count] = rows
+        host32[count : 2 * count + 1] = np.arange(count + 1)
+        device = self._stream.upload(staging)
+        ints = device[2 * count :].view(torch.int32)
+        return _SameRows(
+            plan_rows=list(plan_rows),
+            rows=rows,
+            table_base=rows * self._rows.width,
+            rows_device=device[:count],
+            rows_int32=ints[:count],
+            query_starts=ints[count : 2 * count + 1],
+            query_lens=[1] * count,
+            token_indices=device[count : 2 * count],
+            offsets=offsets,
+        )
+
+    def _decode(self, plan: StepPlan, same: _SameRows) -> StepBatch:
+        count = len(plan.rows)
+        staging = self._stream.staging(4 * count)
+        host = staging.numpy()
+        host32 = host[3 * count :].view(np.int32)
+        starts = host[:count]
+        starts[:] = plan.starts
+        host[count : 2 * count] = plan.slots
+        np.add(same.table_base, starts, out=host[2 * count : 3 * count])
+        lengths = starts + 1
+        host32[:count] = lengths
+        host32[count:] = host[count : 2 * count]
+        self._rows.check_lengths(plan.rows, lengths)
+        positions, slots, flat, ints = self._stream.upload(staging).split(count)
+        context_lens, slots32 = ints.view(torch.int32).split(count)
+        self._rows.write_slots(flat, slots32)
+        queries = PagedQueries(
+            query_lens=same.query_lens,
+            context_lens=lengths.tolist(),
+            rows=same.rows_int32,
+            query_starts=same.query_starts,
+            context_lens_device=context_lens,
+            slot_table=self._rows.slot_table,
+            page_size=self._page_size,
+        )
+        return StepBatch(
+            input_ids=self._rows.last_token.index_select(0, same.rows_device),
+            positions=positions,
+            slots=slots,
+            logits_rows=same.token_indices,
+            all_sampled=True,
+            attention=AttentionBatch(queries, None),
+            sampled=SampledRows(same.rows, lengths, same.rows_device),
+            offsets=same.offsets,
+            flat=flat,
+        )
+
+    # -- any plan
+
+    def _general(self, plan: StepPlan) -> StepBatch:
+        self._check(plan)
+        rows, starts, counts = (np.array(v, dtype=np.int64) for v in (plan.rows, plan.starts, plan.counts))
+        ends = np.cumsum(counts)
+        decode_rows = self._stream.upload(torch.from_numpy(rows[: plan.num_decodes]))
+        return self.assemble(
+            RaggedTokens(
+                rows=rows,
+                starts=starts,
+                counts=counts,
+                num_decodes=plan.num_decodes,
+                device_ids=self._rows.last_token.index_select(0, decode_rows),
+                host_ids=np.array(plan.input_ids, dtype=np.int64),
+                slots=np.array(plan.slots, dtype=np.int64),
+                sampled=ends[np.array(plan.samples, dtype=bool)] - 1,
+            )
+        )
+
+    def assemble(self, runs: RaggedTokens) -> StepBatch:
+        """A step of any runs of tokens; enters the slots that are given into the table, and looks up the others."""
+        rows, starts, counts = runs.rows, runs.starts, runs.counts
+        num_tokens, num_requests = int(counts.sum()), len(rows)
+        order, num_absorbed, shared = self._order(runs)
+        ends = np.cumsum(counts[order])  # in the step
+        begins = ends - counts[order]
+        offsets = np.empty_like(begins)
+        offsets[order] = begins
+        owner = np.repeat(order, counts[order])  # [T]: which run each token belongs to
+        within = np.arange(num_tokens) - offsets[owner]
+        plan_begins = np.cumsum(counts) - counts
+        plan_token = plan_begins[owner] + within  # [T]: each token's place in the plan
+        lengths = starts + counts
+        self._rows.check_lengths(runs.rows, lengths)
+        at = starts[owner] + within  # [T]: place in the row's slot table
+        positions = at if runs.positions is None else runs.positions[plan_token]
+        flat = rows[owner] * self._rows.width + at
+        step_token = np.empty_like(plan_token)
+        step_token[plan_token] = np.arange(num_tokens)
+        sampled = step_token[runs.sampled]
+
+        num_device, num_slots = len(runs.device_ids), len(runs.slots)
+        given = step_token[num_tokens - num_slots :]  # tokens whose slots are known here: the last of the plan
+        fields = [np.zeros(num_tokens, dtype=np.int64), positions, flat, flat[given], sampled, rows[owner[sampled]]]
+        fields[0][step_token[num_device:]] = runs.host_ids
+        in_order = num_device <= int(counts[: runs.num_decodes].sum())  # decodes are never moved
+        split = int(ends[num_absorbed - 1]) if num_absorbed else 0
+        starts32 = np.concatenate(([0], ends[:num_absorbed], [0], ends[num_absorbed:] - split))
+        ints = [runs.slots, rows[order], lengths[order], starts32]
+        pieces, pieces32 = self._upload(fields, ints)
+        input_ids, positions_device, flat_device, given_device, logits_rows, sampled_rows = pieces
+        given_slots, rows32, lengths32, query_starts = pieces32
+        if num_device and in_order:
+            input_ids[:num_device] = runs.device_ids
+        elif num_device:
+            places = self._stream.upload(torch.from_numpy(step_token[:num_device]))
+            input_ids.index_copy_(0, places, runs.device_ids)
+        self._rows.write_slots(given_device, given_slots)
+        slots = self._rows.slots_at(flat_device)
+
+        query_lens, context_lens = counts[order].tolist(), lengths[order].tolist()
+
+        def group(begin: int, end: int, shift: int) -> PagedQueries | None:
+            if begin == end:
+                return None
+            visible = None
+            if runs.visible is not None and shift == 0:
+                visible = self._sees(runs.visible, int(ends[end - 1]))
+            return PagedQueries(
+                query_lens=query_lens[begin:end],
+                context_lens=context_lens[begin:end],
+                rows=rows32[begin:end],
+                query_starts=query_starts[begin + shift : end + shift + 1],
+                context_lens_device=lengths32[begin:end],
+                slot_table=self._rows.slot_table,
+                page_size=self._page_size,
+                visible=visible,
+                shared=shared if shift else (),
+            )
+
+        return StepBatch(
+            input_ids=input_ids,
+            positions=positions_device,
+            slots=slots,
+            logits_rows=logits_rows,
+            all_sampled=num_tokens == len(sampled) and bool((sampled == np.arange(num_tokens)).all()),
+            attention=AttentionBatch(group(0, num_absorbed, 0), group(num_absorbed, num_requests, 1)),
+            sampled=SampledRows(rows[owner[sampled]], positions[sampled] + 1, sampled_rows),
+            offsets=offsets,
+            flat=flat_device,
+        )
+
+    def _sees(self, visible: np.ndarray, num_tokens: int) -> Tensor:
+        """Masks of the decode group: those of the trees, then for chunks computed in the same form all before."""
+        if len(visible) < num_tokens:
+            raise ValueError("a step with draft trees cannot have prompt chunks in its decode group")
+        return self._stream.upload(torch.from_numpy(visible))
+
+    def _order(self, runs: RaggedTokens) -> tuple[np.ndarray, int, list[SharedRun]]:
+        """The runs in the order of the step's tokens, how many of them form the decode group, and which of the others
+        begin alike.
+
+        Draft trees share the group with nobody else: a chunk there would need a mask of its own.
+        """
+        decodes, num_requests = runs.num_decodes, len(runs.rows)
+        chunks = range(decodes, num_requests)
+        if runs.visible is not None:
+            return np.arange(num_requests), decodes, []
+        starts, counts = runs.starts.tolist(), runs.counts.tolist()
+        table = self._rows.slots_on_host if self._form.shares else None
+        sharers = [] if table is None or len(chunks) < 2 else find_sharers(table, runs.rows, runs.starts, chunks)
+        spared = {run: group.spared for group in sharers for run in group.members}
+        absorbed = [self._form.absorbed(starts[i], counts[i], spared.get(i, 0.0)) for i in chunks]
+        few = [i for i, is_absorbed in zip(chunks, absorbed) if is_absorbed]
+        many = [i for i, is_absorbed in zip(chunks, absorbed) if not is_absorbed and i not in spared]
+        shared: list[SharedRun] = []
+        for group in sharers:
+            expanded = [i for i in group.members if not absorbed[i - decodes]]
+            if len(expanded) > 1:
+                shared.append(SharedRun(len(many), len(many) + len(expanded), group.length))
+            many += expanded
+        return np.array([*range(decodes), *few, *many], dtype=np.int64), decodes + len(few), shared
+
+    def _upload(self, fields: list[np.ndarray], ints: list[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies int64 fields and fields that become int32 to the device in one piece; returns them there."""
+        sizes, sizes32 = [len(f) for f in fields], [len(f) for f in ints]
+        total, total32 = sum(sizes), sum(sizes32)
+        staging = self._stream.staging(total + (total32 + 1) // 2)
+        host = staging.numpy()
+        np.concatenate(fields, out=host[:total])
+        np.concatenate(ints, out=host[total:].view(np.int32)[:total32], casting="same_kind")
+        device = self._stream.upload(staging)
+        device32 = device[total:].view(torch.int32)[:total32]
+        return list(device[:total].split(sizes)), list(device32.split(sizes32))
+
+    # -- checks
+
+    def _check(self, plan: StepPlan) -> None:
+        """A plan that contradicts itself would write into another request's cache."""
+        decodes, counts = plan.num_decodes, plan.counts
+        lists = {len(plan.rows), len(plan.starts), len(plan.counts), len(plan.samples)}
+        if len(lists) > 1 or sum(counts) != len(plan.slots):
+            raise ValueError(f"plan {plan.number}: lists of lengths {sorted(lists)}, {len(plan.slots)} slots")
+        if min(counts) <= 0 or any(count != 1 for count in counts[:decodes]):
+            raise ValueError(f"plan {plan.number}: a count is not positive, or a decode's is not 1")
+        if len(plan.input_ids) != len(plan.slots) - decodes:
+            raise ValueError(f"plan {plan.number}: {len(plan.input_ids)} input ids, {len(plan.slots)} slots")
+
+
+def _is_pure_decode(plan: StepPlan) -> bool:
+    """One token for each request, all from the device, all sampled. A malformed plan goes the checked, general way."""
+    count = plan.num_decodes
+    lists = (plan.rows, plan.starts, plan.counts, plan.samples, plan.slots)
+    return all(len(values) == count for values in lists) and all(plan.samples)

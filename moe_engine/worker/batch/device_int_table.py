@@ -1,0 +1,45 @@
+"""Integers of the rows that a step looks up and changes by index: slots, tokens, lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.worker.device_stream import DeviceStream
+
+
+class DeviceIntTable:
+    """Flat access to an integer tensor on the device; with numpy where that is the host's memory (`host_view`)."""
+
+    def __init__(self, values: Tensor, stream: DeviceStream) -> None:
+        self._flat = values.view(-1)
+        self._stream = stream
+        self._host = stream.host_view(self._flat)
+
+    def take(self, index: Tensor) -> Tensor:
+        """values.flat[index] as int64, new memory of the shape of `index`."""
+        if self._host is not None:
+            return torch.from_numpy(self._host[index.numpy()].astype(np.int64, copy=False))
+        return self._flat.index_select(0, index.flatten()).long().view(index.shape)
+
+    def put(self, index: Any, values: Any) -> None:
+        """values.flat[index] = values, tensors of one shape, or `DeviceStream.arrays`; no index comes twice."""
+        if self._host is not None:
+            self._host[np.asarray(index)] = np.asarray(values)
+        else:
+            self._flat.index_copy_(0, index.flatten(), values.flatten().to(self._flat.dtype))
+
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """values.flat[index] on the host, in the table's type; an accelerator is waited for."""
+        host = self._stream.read(self._flat) if self._host is None else self._host
+        return host[index]
+
+    def put_from_host(self, index: np.ndarray, values: np.ndarray) -> None:
+        """values.flat[index] = values, arrays of one shape."""
+        if self._host is not None:
+            self._host[index] = values
+        else:
+            self.put(*(self._stream.upload(torch.from_numpy(array)) for array in (index, values)))

@@ -1,0 +1,126 @@
+"""A step of several attention groups as one rank sees it: the sizes of all, and what a rank without tokens does.
+
+With DP attention every group has requests and a scheduler of its own, but experts, dense layers and perhaps the head
+belong to all ranks. So each forward is run by all of them alike, with the sizes that the schedulers exchanged
+(`StepPlan.dp_facts`), by a group that has nothing to compute, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.types import StepFacts, StepPlan
+from moe_engine.worker.batch.two_batches import find_cut, halves
+
+
+class DPSteps:
+    """Sizes of steps for one rank, and its forwards without tokens.
+
+    Args:
+        device: of tensors.
+        kv: the cache of every layer, as `ForwardBatch.kv`.
+    """
+
+    def __init__(self, parallel: ParallelContext, device: torch.device, kv: Sequence[Any]) -> None:
+        self.parallel = parallel
+        self._device = device
+        self._kv = kv
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several attention groups."""
+        return self.parallel.attn_dp_size > 1
+
+    def alike(self, plan: StepPlan) -> StepPlan:
+        """The plan for a step that all groups make alike, without schedulers (warm-up)."""
+        if not self.is_shared:
+            return plan
+        return replace(plan, dp_facts=(StepFacts.of(plan),) * self.parallel.attn_dp_size)
+
+    def sizes(self, plan: StepPlan) -> StepSizes | None:
+        """Of the target's forward; None with one group, whose batch tells them."""
+        if not self.is_shared:
+            return None
+        facts = _facts(plan)
+        tokens, logits = [group.num_tokens for group in facts], [group.num_logits for group in facts]
+        return StepSizes.known(self.parallel, tokens, logits, any(group.prefills for group in facts))
+
+    def draft_sizes(self, plan: StepPlan) -> list[StepSizes]:
+        """Of each forward that drafts: a token for each decode that is drafted for, in every group."""
+        if not self.is_shared:
+            return []
+        facts = _facts(plan)
+        depth = max(group.depth for group in facts)
+        rows = [[group.num_drafting * (level < group.depth) for group in facts] for level in range(depth)]
+        return [StepSizes.known(self.parallel, tokens, tokens, False) for tokens in rows]
+
+    def halves(self, plan: StepPlan) -> list[tuple[StepPlan, StepSizes]] | None:
+        """The parts of a step that take turns, with their sizes; None where it is run whole.
+
+        All groups must be able to cut theirs; a group without tokens takes part in both halves.
+        """
+        overlap = self.parallel.overlap
+        if overlap is None or not overlap.two_batches:
+            return None
+        cut = find_cut(plan, overlap.threshold)
+        facts = plan.dp_facts or (StepFacts.of(plan, first_half=cut.num_tokens if cut is not None else 0),)
+        if any(f.depth or f.prompt_logprobs or (f.num_tokens and not f.first_half) for f in facts):
+            return None
+        prefills = any(f.prefills for f in facts)
+        sizes = [
+            StepSizes.known(self.parallel, tokens, [0] * len(facts), prefills)
+            for tokens in ([f.first_half for f in facts], [f.num_tokens - f.first_half for f in facts])
+        ]
+        parts = (plan, plan) if cut is None else halves(plan, cut)
+        return list(zip(parts, sizes))
+
+    def idle_batch(self, sizes: StepSizes) -> ForwardBatch:
+        """A forward of others that this rank takes part in."""
+        return ForwardBatch.nothing(self._kv, sizes, self._device)
+
+    def prompt_head(self, model: Model, plan: StepPlan) -> PromptHead | None:
+        """The head for prompt log-probabilities where a step may want some and the head belongs to all groups."""
+        if not self.is_shared or self.parallel.topology.enable_dp_lm_head:
+            return None
+        return PromptHead(self, model) if any(group.prompt_logprobs for group in _facts(plan)) else None
+
+
+class PromptHead:
+    """The head, called by each group as often as it likes: everybody joins in until all have finished.
+
+    How many prompt positions want logits is known to nobody before the step, so each round tells its sizes first.
+    """
+
+    def __init__(self, steps: DPSteps, model: Model) -> None:
+        self._steps = steps
+        self._model = model
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [S, D], S > 0 -> [S, V] float32."""
+        logits = self._round(hidden)
+        assert logits is not None
+        return logits
+
+    def finish(self, like: Tensor) -> None:
+        """Joins the rounds of others until nobody has any left."""
+        while self._round(like[:0]) is not None:
+            pass
+
+    def _round(self, hidden: Tensor) -> Tensor | None:
+        parallel = self._steps.parallel
+        sizes = StepSizes.exchange(parallel, parallel.world, len(hidden), len(hidden), False)
+        return None if sizes.is_idle else self._model.logits(hidden, sizes)
+
+
+def _facts(plan: StepPlan) -> tuple[StepFacts, ...]:
+    if plan.dp_facts is None:
+        raise ValueError(f"plan {plan.number} does not say what the other attention groups do")
+    return plan.dp_facts

@@ -1,0 +1,87 @@
+"""What a step is built from, and what is built: the tensors of its tokens.
+
+Legend: R requests or runs of tokens, T tokens, S sampled rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.worker.sampling.sampler import SampledRows
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A step's tensors, before the attention backend has planned.
+
+    `logits_rows` index the step's tokens whose logits are sampled; `all_sampled` says they are simply all tokens.
+    `offsets[i]` is where the tokens of the plan's request i begin.
+    """
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64
+    logits_rows: Tensor  # [S] int64
+    all_sampled: bool
+    attention: AttentionBatch
+    sampled: SampledRows
+    offsets: np.ndarray  # [R] int64
+    flat: Tensor  # [T] int64: the token's place in the flat slot table
+
+    def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
+        """What a model is given, once the attention backend has planned."""
+        return ForwardBatch(
+            input_ids=self.input_ids,
+            positions=self.positions,
+            slots=self.slots,
+            logits_rows=self.logits_rows,
+            attention=self.attention,
+            attention_plan=attention_plan,
+            kv=kv,
+            sizes=sizes,
+        )
+
+
+def follow_on(first: StepBatch, second: StepBatch) -> StepBatch:
+    """Two halves of a step, one behind the other, as far as their results go; attention has been planned for each."""
+    shift = len(first.positions)
+    return replace(
+        first,
+        logits_rows=torch.cat((first.logits_rows, second.logits_rows + shift)),
+        all_sampled=first.all_sampled and second.all_sampled,
+        sampled=SampledRows(
+            np.concatenate((first.sampled.rows, second.sampled.rows)),
+            np.concatenate((first.sampled.lengths, second.sampled.lengths)),
+            torch.cat((first.sampled.rows_device, second.sampled.rows_device)),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class RaggedTokens:
+    """Neighbouring tokens of some rows, decodes first: all that a step is built from. "Place" counts tokens in the
+    order of the runs.
+
+    Ids are on the device for the first tokens and on the host for the rest; `slots` are given for the last tokens, the
+    others stand in the slot table already.
+    """
+
+    rows: np.ndarray  # [R] int64
+    starts: np.ndarray  # [R] int64
+    counts: np.ndarray  # [R] int64
+    num_decodes: int
+    device_ids: Tensor  # [n] int64
+    host_ids: np.ndarray  # [T - n] int64
+    slots: np.ndarray  # [m] int64
+    sampled: np.ndarray  # [S] int64: places of the tokens whose logits are needed
+    positions: np.ndarray | None = None  # [T] int64, where a token's is not its place in the row (draft trees)
+    visible: np.ndarray | None = None  # [tokens of the decodes] int64, see PagedQueries

@@ -1,0 +1,1 @@
+"""Expert placement while serving: recording, rebalancing (EPLB), recovery after a lost rank."""

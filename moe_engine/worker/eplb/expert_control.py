@@ -1,0 +1,85 @@
+"""What the operator may ask of the experts of one rank. Everything runs on the worker's thread, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moe_engine.parallel.recording.recorder import ExpertRecorder
+from moe_engine.worker.eplb.eplb_manager import EPLBManager
+from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
+
+
+class ExpertControl:
+    """Answers are plain values that msgpack can carry. Nothing here is collective: ranks may be asked at any step.
+
+    Args:
+        recorder: None where nothing can be recorded (no --expert-distribution-recorder-mode, no experts).
+        balance: None where experts stay where they are.
+        observed: the model whose passes the recorder is told of.
+        observe: puts it, and the recorder, where passes and layers come by (True), or takes them away again: where
+            nobody wants counts, a step is what it is without a recorder.
+    """
+
+    def __init__(
+        self,
+        recorder: ExpertRecorder | None = None,
+        balance: EPLBManager | None = None,
+        observed: ExpertRecordingModel | None = None,
+        observe: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._balance = balance
+        self.observed = observed
+        self._observe = observe
+        self._observing = False
+        self._look()
+
+    @property
+    def recorder(self) -> ExpertRecorder | None:
+        return self._recorder
+
+    @property
+    def balance(self) -> EPLBManager | None:
+        return self._balance
+
+    def start(self) -> bool:
+        """Records from the next pass on; False where nothing can be recorded."""
+        if self._recorder is not None:
+            self._recorder.start()
+            self._look()
+        return self._recorder is not None
+
+    def stop(self) -> bool:
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._look()
+        return self._recorder is not None
+
+    def _look(self) -> None:
+        watching = self.observed is not None and self.observed.is_watching
+        if watching != self._observing and self._observe is not None:
+            self._observing = watching
+            self._observe(watching)
+
+    def dump_part(self) -> dict[str, Any] | None:
+        """This rank's part, for `merge.write_parts`; None where it has none."""
+        return None if self._recorder is None else self._recorder.dump_part()
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """This rank's part of the live view, for `merge.sum_snapshots`."""
+        return None if self._recorder is None else self._recorder.snapshot()
+
+    def state(self) -> dict[str, Any]:
+        """For metrics: ``balancedness`` as `BalanceWindows.values` (where it is reported), ``eplb`` as
+        `BalanceStats`; may be read from any thread."""
+        state: dict[str, Any] = {}
+        if self._recorder is not None and (balancedness := self._recorder.balance.values()):
+            state["balancedness"] = balancedness
+        if self._balance is not None:
+            state["eplb"] = self._balance.stats.to_dict()
+        return state
+
+    def close(self) -> None:
+        if self._balance is not None:
+            self._balance.close()

@@ -1,0 +1,134 @@
+"""A model whose passes are counted, and between whose passes experts may move."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.parallel.recording.recorder import ExpertRecorder
+
+logger = logging.getLogger("moe_engine")
+
+Result = TypeVar("Result")
+
+# SGLang's numbers of forward modes, by (has prefill, has decode)
+FORWARD_MODES = {(True, False): 1, (False, True): 2, (True, True): 3, (False, False): 4}
+
+
+class PassHook(Protocol):
+    """What is done before each pass, by all ranks alike."""
+
+    def between_passes(self) -> None: ...
+
+
+class ExpertRecordingModel:
+    """Implements `Model`.
+
+    Args:
+        model: does the work, and numbers its passes; what else shares it (MTP layers) is not observed.
+        recorder: told of every pass.
+        balance: called between passes.
+        log: write a line with the balancedness of each pass, on the rank that `speaks` for all.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        recorder: ExpertRecorder,
+        balance: PassHook | None = None,
+        *,
+        log: bool = False,
+        is_reporting_rank: bool = True,
+    ) -> None:
+        self.logits = model.logits
+        self.counts_itself = False
+        """Whether all layers count where they choose, so that nobody need see how a pass is run."""
+        self._model: Any = model
+        self._recorder = recorder
+        self._balance = balance
+        self._log = log
+        self.is_reporting_rank = is_reporting_rank
+
+    @property
+    def passes(self) -> int:
+        """Begun so far: the number of the last one, the same on all ranks."""
+        return self._model.passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._model.passes = passes
+
+    @property
+    def at_layer(self) -> int | None:
+        return getattr(self._model, "at_layer", None)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether every pass must come by here: a replayed one tells nobody what was chosen, and lets nothing move."""
+        return self._recorder.wanted or self._balance is not None
+
+    def in_one_call(self, run: Callable[[], Result | None]) -> Result | None:
+        """A pass that `run` makes without `forward`. None where that would not be noticed, or where `run` gives it:
+        nothing was done."""
+        if self._balance is not None or not self.counts_itself:
+            return None
+        recorder, counting = self._recorder, self._recorder.counting
+        if counting:
+            recorder.begin_pass(self.passes + 1)
+        result = run()
+        if result is not None:
+            self._model.passes += 1
+            recorder.end_pass()
+            if self._log:
+                self._say()
+        elif counting:
+            recorder.drop_pass()
+        return result
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        recorder, model = self._recorder, self._model
+        if self._balance is not None:
+            self._balance.between_passes()
+        if recorder.counting:
+            recorder.begin_pass(model.passes + 1)
+            if recorder.wants_batches:
+                self._describe([batch])
+        hidden = model.forward(batch)
+        recorder.end_pass()
+        if self._log:
+            self._say()
+        return hidden
+
+    def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
+        """As `SupportsTBO`: the parts are one pass."""
+        if self._balance is not None:
+            self._balance.between_passes()
+        if self._recorder.counting:
+            self._recorder.begin_pass(self._model.passes + 1)
+            if self._recorder.wants_batches:
+                self._describe(batches)
+        hidden = self._model.forward_overlapped(batches)
+        self._recorder.end_pass()
+        if self._log:
+            self._say()
+        return hidden
+
+    def _describe(self, batches: Sequence[ForwardBatch]) -> None:
+        first = batches[0]
+        prefills = [batch.attention.prefill for batch in batches if batch.attention.prefill is not None]
+        decodes = any(batch.attention.decode is not None for batch in batches)
+        self._recorder.describe_pass(
+            first.input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches]),
+            first.positions if len(batches) == 1 else torch.cat([batch.positions for batch in batches]),
+            [length for prefill in prefills for length in prefill.query_lens] if prefills else None,
+            FORWARD_MODES[bool(prefills), decodes],
+        )
+
+    def _say(self) -> None:
+        if self.is_reporting_rank:
+            logger.info("%s", self._recorder.balance.log_line())

@@ -1,0 +1,214 @@
+"""Puts experts into slots before a model is loaded, and recorder and rebalancer around it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.experts.protocol import ExpertsKernel, MovableExperts
+from moe_engine.models.batch import Model
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.moe import MoE
+from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.parallel.expert_tables import ExpertTables
+from moe_engine.parallel.expert_transfer import ExpertTransfer, Link, PeerLink, SlotMemory
+from moe_engine.parallel.placement.layout import ExpertLayout
+from moe_engine.parallel.placement.sources import from_any
+from moe_engine.parallel.recording.config import RecorderConfig
+from moe_engine.parallel.recording.draft_counts import DraftCounts
+from moe_engine.parallel.recording.recorder import ExpertRecorder
+from moe_engine.worker.device_stream import make_lane
+from moe_engine.worker.eplb.eplb_manager import EPLBManager, Planner
+from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
+from moe_engine.worker.eplb.expert_recovery import RankRecovery
+from moe_engine.worker.model_runner import ModelRunner
+
+
+def with_experts(
+    parallel: ParallelContext, config: ModelConfig, settings: ExpertSettings, device: torch.device | str
+) -> ParallelContext:
+    """The context with the tables of the initial placement; before its dispatcher is made, which has a slot's number of
+    experts.
+
+    Raises:
+        ConfigError: the location's file cannot be read or does not fit, or slots do not divide.
+    """
+    if not settings.places_experts or config.moe is None or parallel.experts is not None:
+        return parallel
+    if parallel.dispatcher is not None:
+        raise ValueError("with_experts comes before with_dispatcher")
+    layout = _layout(config, settings, parallel)
+    tables = ExpertTables(
+        from_any(settings.location, layout, config.num_layers, settings.policy),
+        parallel.ep_rank,
+        "static" if settings.dispatch == "static" else "dynamic",
+        num_more_layers=config.num_nextn_predict_layers,
+        num_nodes=layout.num_nodes,
+        device=device,
+    )
+    return replace(parallel, experts=tables)
+
+
+def attach_experts(
+    runner: ModelRunner,
+    config: ModelConfig,
+    settings: ExpertSettings,
+    parallel: ParallelContext,
+    kernel: ExpertsKernel,
+    mtp: MTPLayers | None = None,
+) -> ExpertControl:
+    """Sets a loaded and warm model's passes to be counted and its experts to be moved, as the settings say. Collective
+    where experts move.
+
+    Args:
+        mtp: that draft for the model; their experts move with its own.
+
+    Raises:
+        ConfigError: the experts' kernel cannot move them.
+    """
+    layers = moe_layers(runner.model)
+    if settings.recorder_mode is None or not layers:
+        return ExpertControl()
+    device = runner.stream.device
+    recorder = _recorder(config, settings, parallel, device)
+    balance = None
+    if settings.rebalance is not None and parallel.ep_size > 1:
+        recorder.watch()
+        balance = _balance(config, settings, parallel, layers, _drafting(mtp), kernel, recorder)
+        recorder.start()  # as SGLang does: what it sees can be dumped at any time
+    model: Any = runner.model
+    model.passes = 0  # those of the warm-up, of which ranks may have had different numbers, do not count
+    observed = ExpertRecordingModel(
+        model, recorder, balance, log=settings.report_log, is_reporting_rank=parallel.world_rank == 0
+    )
+
+    def observe(on: bool) -> None:
+        model.record(recorder if on else None)
+        observed.counts_itself = not any(layer.records_experts for layer in layers.values())
+        recorder.count_in_place(on and observed.counts_itself)
+        runner.model = observed if on else model
+
+    return ExpertControl(recorder, balance, observed, observe)
+
+
+def make_recovery(
+    model: Model,
+    mtp: MTPLayers | None,
+    config: ModelConfig,
+    settings: ExpertSettings,
+    parallel: ParallelContext,
+    kernel: ExpertsKernel,
+    control: ExpertControl,
+    open_weights: Callable[[], WeightSource],
+) -> RankRecovery | None:
+    """What goes on without ranks that are lost; None where none may be.
+
+    Args:
+        model: itself, not as it is observed; `mtp` drafts for it.
+        open_weights: opens its checkpoint once more.
+
+    Raises:
+        ConfigError: the experts' kernel cannot move them.
+    """
+    if parallel.elastic is None:
+        return None
+    layers = {**moe_layers(model), **_drafting(mtp)}
+    layout = _layout(config, settings, parallel)
+    return RankRecovery(parallel, layers, kernel, layout, settings.policy, open_weights, control)
+
+
+def _drafting(mtp: MTPLayers | None) -> dict[int, MoE]:
+    """MTP layers with experts, by index."""
+    return {layer.layer_index: layer for layer in mtp.feed_forwards if isinstance(layer, MoE)} if mtp else {}
+
+
+def moe_layers(model: Model) -> dict[int, MoE]:
+    """The model's own layers with experts, by index; MTP layers are not among them."""
+    return {layer.layer_index: layer for layer in getattr(model, "moes", ())}
+
+
+def _layout(config: ModelConfig, settings: ExpertSettings, parallel: ParallelContext) -> ExpertLayout:
+    assert config.moe is not None
+    return settings.layout(config.moe.num_experts, config.moe.num_groups, parallel.topology)
+
+
+def _recorder(
+    config: ModelConfig, settings: ExpertSettings, parallel: ParallelContext, device: torch.device
+) -> ExpertRecorder:
+    assert config.moe is not None and settings.recorder_mode is not None
+    travels, tables = parallel.dispatcher is not None, parallel.experts
+    recorder_config = RecorderConfig(
+        mode=settings.recorder_mode,
+        num_layers=config.num_layers,
+        num_experts=config.moe.num_experts,
+        num_physical=config.moe.num_experts + settings.num_redundant,
+        directory=settings.directory,
+        source="dispatcher" if travels and settings.recorder_mode == "stat_approx" else "router",
+        buffer_size=settings.buffer_size,
+        rank=parallel.world_rank,
+        counts_here=travels or parallel.world_rank == 0,  # else every rank sees and routes the same tokens
+        ep_rank=parallel.ep_rank,
+        ep_size=parallel.ep_size,
+        top_k=config.moe.top_k,
+        report_balancedness=settings.reports,
+        device=device,
+    )
+    slots = None if tables is None else torch.from_numpy(tables.placement.physical_to_logical.copy())
+    return ExpertRecorder(recorder_config, parallel.world.all_reduce, slots)
+
+
+def _balance(
+    config: ModelConfig,
+    settings: ExpertSettings,
+    parallel: ParallelContext,
+    layers: dict[int, MoE],
+    drafting: dict[int, MoE],
+    kernel: ExpertsKernel,
+    recorder: ExpertRecorder,
+) -> EPLBManager:
+    rebalance, tables = settings.rebalance, parallel.experts
+    assert rebalance is not None and tables is not None
+    if not isinstance(kernel, MovableExperts):
+        raise ConfigError(
+            f"--enable-eplb: the {kernel.name!r} experts kernel cannot move experts; choose another "
+            "--moe-runner-backend"
+        )
+    drafts = None
+    if drafting:
+        table = torch.from_numpy(tables.whole_placement.physical_to_logical[config.num_layers :].copy())
+        counts_here = recorder.config.counts_here
+        drafts = DraftCounts(
+            config.num_layers, table.to(recorder.config.device), recorder.config.num_experts, counts_here=counts_here
+        )
+        for layer in drafting.values():
+            layer.count(drafts)
+    weights = {index: layer.weights for index, layer in {**layers, **drafting}.items()}
+    groups, world = parallel.topology.ep_groups(), parallel.world
+
+    def transfer() -> ExpertTransfer:
+        memory = SlotMemory(kernel, weights, num_spare=rebalance.layers_at_once)
+        link: Link
+        if parallel.elastic is not None:
+            link = parallel.elastic.link()
+        else:
+            link = PeerLink(groups, parallel.world_rank, world.timeout_s, world.device)
+        return ExpertTransfer(memory, link, parallel.ep_rank, tables.slots_per_rank, make_lane(recorder.config.device))
+
+    return EPLBManager(
+        rebalance,
+        tables,
+        recorder,
+        transfer,
+        parallel.world,
+        Planner(_layout(config, settings, parallel), settings.policy, ThreadPoolExecutor(1, "expert-planner")),
+        drafts,
+    )

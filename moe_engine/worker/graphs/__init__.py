@@ -1,0 +1,1 @@
+"""Recorded steps (CUDA graphs) and compiled regions."""

@@ -1,0 +1,1 @@
+"""The tensors of the KV cache."""

@@ -1,0 +1,378 @@
+"""One step from plan to tokens: rows, batch, forward, sample. Runs on the thread that owns the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_engine.errors import StepError, StepNotRun
+from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+from moe_engine.kernels.decoder.drafting import VerifiedChains
+from moe_engine.kernels.sampling.protocol import SamplingKernel
+from moe_engine.models.batch import ForwardBatch, Model, SupportsTBO
+from moe_engine.parallel.context import SINGLE, ParallelContext
+from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.types import PackedLogprobs, Speculation, StepPlan, StepResult
+from moe_engine.worker.batch.batch_builder import BatchBuilder
+from moe_engine.worker.batch.dp_step import DPSteps
+from moe_engine.worker.batch.mla_form import MLAFormPolicy
+from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.batch.step_batch import StepBatch, follow_on
+from moe_engine.worker.device_stream import DeviceStream, HostCopy
+from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
+from moe_engine.worker.graphs.step_graphs import StepGraphs, StepShape
+from moe_engine.worker.kv_cache.kv_pool import KVPool
+from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
+from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs
+from moe_engine.worker.sampling.sampler import SampledRows, Sampler
+from moe_engine.worker.sampling.step_sampling import Passes, StepSampling
+from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds
+from moe_engine.worker.speculation.step import SpeculativeStep
+
+RUNNING = "running the model"
+
+
+class PendingResult(Protocol):
+    """A step that was launched. `take` waits for its results; `ready` says whether it would have to."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def take(self) -> StepResult: ...
+
+
+@dataclass
+class PendingStep:
+    """A step without drafts, implements `PendingResult`."""
+
+    number: int
+    rows: list[int]
+    tokens: HostCopy
+    logprobs: list[PendingLogprobs] = field(default_factory=list)
+    prompts: list[PendingPrompt] = field(default_factory=list)
+    seconds: float = 0.0
+    cuda_graph: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.tokens.ready
+
+    def take(self) -> StepResult:
+        tokens = [[token] for token in self.tokens.wait()[0].tolist()]
+        logprobs: list[PackedLogprobs | None] | None = None
+        if self.logprobs:
+            logprobs = [None] * len(tokens)
+            for piece in self.logprobs:
+                for place, packed in zip(piece.places, piece.take()):
+                    logprobs[place] = packed
+        prompts = {pending.row: pending.take() for pending in self.prompts} or None
+        return StepResult(self.number, self.rows, tokens, logprobs, prompts, self.seconds, cuda_graph=self.cuda_graph)
+
+
+class ModelRunner:
+    """Executes plans against one model and one KV pool. Logits a model returns may be changed in place.
+
+    `speculation` is set once the parts that it shares with the runner exist; without it no plan may ask for it.
+    `graphs` is set when steps have been recorded; without it every step is run kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_pool: KVPool,
+        rows: RequestRows,
+        attention: MLABackend | GQABackend,
+        stream: DeviceStream,
+        *,
+        form: MLAFormPolicy | None = None,
+        sampling: SamplingKernel | None = None,
+        parallel: ParallelContext = SINGLE,
+        passes: LogitsPasses = UNBOUNDED,
+    ) -> None:
+        self.model = model
+        self.kv_pool = kv_pool
+        self.rows = rows
+        self.attention = attention
+        self.stream = stream
+        self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream)
+        self.sampler = Sampler(rows.sampling, stream, sampling, passes)
+        self.sampling = StepSampling(rows, self.sampler, stream)
+        self.shared = DPSteps(parallel, stream.device, kv_pool.layers)
+        self.speculation: SpeculativeStep | None = None
+        self.graphs: StepGraphs | None = None
+        rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
+        self._phase = "idle"
+        self._logits_ended = 0.0
+        self._failed: int | None = None  # the step that raised, or was not run, just before
+        self._nothing = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def phase(self) -> str:
+        """What the step in work is doing, or the last one did; may be read from any thread."""
+        layer = getattr(self.model, "at_layer", None) if self._phase.startswith(RUNNING) else None
+        return self._phase if layer is None else f"{self._phase}, layer {layer}"
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs a step to its end.
+
+        Raises:
+            StepError: with step, phase and sizes; the rows of the plan are then in an undefined state until entered
+                anew by `NewRow`.
+        """
+        return self.launch(plan).take()
+
+    def launch(self, plan: StepPlan) -> PendingResult:
+        """Runs a step up to where its results are on their way to the host; on the CPU that is its end.
+
+        The step that was planned behind a failed one, which has the next number, is not run: it relies on slots and
+        lengths that the failed one was to leave in the tables.
+        """
+        failed, self._failed = self._failed, None
+        if failed is not None and plan.number == failed + 1:
+            self._failed = plan.number
+            raise StepNotRun(f"step {plan.number} was planned behind step {failed}, which failed: it was not run")
+        try:
+            with torch.inference_mode():
+                return self._launch(plan)
+        except Exception as error:
+            self._failed = plan.number
+            raise StepError(
+                f"step {plan.number}, {self._phase}: {len(plan.rows)} requests ({plan.num_decodes} decodes), "
+                f"{plan.num_tokens} tokens: {type(error).__name__}: {error}"
+            ) from error
+
+    def _launch(self, plan: StepPlan) -> PendingResult:
+        self._phase = "updating rows"
+        if plan.finished_rows or plan.new_rows or plan.row_writes:
+            self.rows.apply(plan.finished_rows, plan.new_rows, plan.row_writes)
+            if self.speculation is not None:
+                self.speculation.enter(plan)
+        if plan.speculation is not None and plan.rows:
+            return self._launch_speculative(plan)
+        began = time.perf_counter()
+        if not plan.rows:
+            self._join_others(plan)
+            return PendingStep(plan.number, [], HostCopy([self._nothing]))
+        self._draft_with_others(plan)
+        shape = self._recorded_shape(plan)
+        if shape is not None:
+            batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
+            pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
+            pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
+            return pending
+        sizes = self.shared.sizes(plan)
+        batch, hidden = self._forward(plan, sizes)  # [T, D]
+        prompts = self._prompt_logprobs(plan, batch, hidden)
+        if not len(batch.sampled.rows):
+            if self.speculation is not None:
+                self.speculation.advance_ordinary(plan, batch.sampled, self._nothing)
+            if sizes is not None:
+                self.sampler.passes.join(self._logits, hidden[:0], sizes)
+            return PendingStep(plan.number, [], HostCopy([self._nothing]), prompts=prompts)
+        sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
+        pending = self._sample(plan, self._passes(plan, sampled_hidden), batch.sampled, prompts)
+        pending.seconds = time.perf_counter() - began
+        return pending
+
+    def _passes(self, plan: StepPlan, hidden: Tensor, logits: Tensor | None = None) -> Passes:
+        """The passes over the logits of hidden [S, D], which a recording may have left: logits [S, V]."""
+        if logits is not None:
+            recorded, self._phase, self._logits_ended = logits, "sampling", time.perf_counter()
+            return lambda work: [work(slice(0, len(recorded)), recorded)]
+        return partial(self.sampler.passes.over, self._logits, hidden, self.shared.sizes(plan))
+
+    def _logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
+        """The head, hidden [S, D] -> [S, V] float32."""
+        self._phase = "computing logits"
+        logits = self.model.logits(hidden, sizes)
+        self._phase, self._logits_ended = "sampling", time.perf_counter()
+        return logits
+
+    def _recorded_shape(self, plan: StepPlan) -> StepShape | None:
+        """The recording that serves a step, if any: not where halves take turns, or where passes are looked at."""
+        if self.graphs is None or self.shared.halves(plan) is not None or getattr(self.model, "is_watching", False):
+            return None
+        return self.graphs.shape_of(plan)
+
+    def _replay(self, shape: StepShape, build: Callable[[], StepBatch]) -> tuple[StepBatch, Tensor, Tensor | None]:
+        """The step's batch, its hidden states [T, D] and logits [T, V] (None where the recording has no head)."""
+        assert self.graphs is not None
+        self._phase = "building the batch"
+        batch = build()
+        self.rows.note_tokens(batch.slots, batch.input_ids)
+        self._phase = f"{RUNNING} (replayed for {shape.size} requests)"
+        return batch, *self.graphs.run(shape, batch)
+
+    def _forward(self, plan: StepPlan, sizes: StepSizes | None) -> tuple[StepBatch, Tensor]:
+        """Builds the step and runs the model, in two halves where these can take turns: hidden states [T, D]."""
+        whole = bool(self.rows.prompt_logprobs) and not self.shared.is_shared  # else the facts say so, to all groups
+        parts = None if whole else self.shared.halves(plan)
+        self._phase = "building the batch"
+        if parts is None:
+            batch = self.builder.build(plan)
+            self.rows.note_tokens(batch.slots, batch.input_ids)
+            self._phase = "planning attention"
+            forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
+            self._phase = RUNNING
+            return batch, self.model.forward(forward)
+        batches = [self.builder.build(part) for part, _ in parts]
+        for batch in batches:
+            self.rows.note_tokens(batch.slots, batch.input_ids)
+        self._phase = "planning attention"
+        forwards = [
+            batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, half)
+            for batch, (_, half) in zip(batches, parts)
+        ]
+        self._phase = f"{RUNNING} in two halves"
+        hidden = self._in_turns(forwards)
+        return follow_on(*batches), torch.cat(hidden)
+
+    def _in_turns(self, forwards: list[ForwardBatch]) -> list[Tensor]:
+        assert isinstance(self.model, SupportsTBO)
+        return self.model.forward_overlapped(forwards)
+
+    def _join_others(self, plan: StepPlan) -> None:
+        """A step in which this rank's group computes nothing, and others may."""
+        if not self.shared.is_shared:
+            return
+        self._phase = "taking part in a step of others"
+        self._draft_with_others(plan)
+        sizes = self.shared.sizes(plan)
+        assert sizes is not None
+        if sizes.is_idle:
+            return
+        shape = self._recorded_shape(plan)
+        if shape is not None and self.graphs is not None:
+            nothing, logits = self.graphs.run(shape, None)
+            if logits is None:
+                self.sampler.passes.join(self._logits, nothing, sizes)
+            return
+        parts = self.shared.halves(plan)
+        self._phase = f"{RUNNING} for a step of others"
+        if parts is None:
+            hidden = self.model.forward(self.shared.idle_batch(sizes))
+        else:
+            hidden = self._in_turns([self.shared.idle_batch(half) for _, half in parts])[0]
+        head = self.shared.prompt_head(self.model, plan)
+        if head is not None:
+            head.finish(hidden)
+        self.sampler.passes.join(self._logits, hidden[:0], sizes)
+
+    def _draft_with_others(self, plan: StepPlan) -> None:
+        """The forwards in which other groups draft, where this one drafts nothing."""
+        if self.speculation is not None:
+            self.speculation.draft_with_others(self.shared.draft_sizes(plan))
+
+    def _launch_speculative(self, plan: StepPlan) -> PendingSpeculation:
+        """As `_launch`, around the parts of `SpeculativeStep`."""
+        step, speculation = self.speculation, plan.speculation
+        if step is None or speculation is None:
+            raise ValueError(f"plan {plan.number} speculates, but this worker was made without a drafter")
+        began = time.perf_counter()
+        self._phase = "drafting"
+        whole = plan
+        sizes = self.shared.sizes(plan)
+        left_out: list[int] = []
+        if sizes is None:  # else the other ranks count on all tokens of the plan
+            plan, left_out = step.without_ended(plan)
+        step.reserve(speculation)
+        if not plan.rows:
+            return PendingSpeculation.empty(plan.number, [(i, whole.rows[i]) for i in left_out])
+        judged = self._judge_in_one_call(step, plan, speculation) if sizes is None else None
+        if judged is not None:
+            draft_seconds, model_seconds, follow_seconds = judged.seconds.tolist()
+            took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
+            return PendingSpeculation.judged(plan, judged, took, [(i, whole.rows[i]) for i in left_out])
+        verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
+        drafted = time.perf_counter()
+        shape, prompts = self._recorded_shape(plan), []
+        model_began, logits = drafted, None
+        if shape is not None:
+            batch, hidden, logits = self._replay(shape, lambda: step.build(plan, verification))
+            forward = batch.forward_batch(None, self.kv_pool.layers, sizes)
+        else:
+            self._phase = "building the batch"
+            batch = step.build(plan, verification)
+            self.rows.note_tokens(batch.slots, batch.input_ids)
+            self._phase = "planning attention"
+            forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
+            self._phase, model_began = RUNNING, time.perf_counter()
+            hidden = self.model.forward(forward)  # [T, D]
+            prompts = self._prompt_logprobs(plan, batch, hidden)
+        sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
+        drawn = self.sampling.run(
+            self._passes(plan, sampled_hidden, logits),
+            batch.sampled,
+            step.tree_text(batch, verification),
+            step.drafts_below(batch.sampled, verification),
+        )
+        accepted, new = step.accept(drawn, batch.sampled, verification)
+        step.advance(plan, verification, accepted, new)
+        paths = [accepted.path] if drawn.logprobs else []  # which nodes' log-probabilities are wanted
+        copy = self.stream.download([accepted.tokens, accepted.counts, new, *paths])
+        follow_began = time.perf_counter()
+        if speculation.follow:
+            self._phase = "letting the drafter follow"
+            step.update_cache(plan, batch, forward, hidden, verification, accepted)
+        ended = time.perf_counter()
+        plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
+        model_seconds = self._logits_ended - model_began
+        seconds = StepSeconds(ended - began, drafted - began, ended - follow_began, model_seconds)
+        if left_out:  # not the step that was planned: its time would mislead
+            seconds = StepSeconds()
+        pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
+        pending.left_out, pending.cuda_graph = [(i, whole.rows[i]) for i in left_out], shape is not None
+        pending.logprobs, pending.nodes = drawn.logprobs, verification.decodes.host_nodes
+        return pending
+
+    def _judge_in_one_call(
+        self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation
+    ) -> VerifiedChains | None:
+        run = partial(step.run_whole, plan, speculation)
+        return self.model.in_one_call(run) if isinstance(self.model, ExpertRecordingModel) else run()
+
+    def _sample(
+        self, plan: StepPlan, passes: Passes, sampled: SampledRows, prompts: list[PendingPrompt]
+    ) -> PendingStep:
+        plan_rows = plan.rows if all(plan.samples) else [r for r, samples in zip(plan.rows, plan.samples) if samples]
+        drawn = self.sampling.run(passes, sampled)
+        valid = drawn.tokens.clamp_min(0)
+        self.rows.last_token.index_copy_(0, sampled.rows_device, valid)
+        if self.speculation is not None:
+            self.speculation.advance_ordinary(plan, sampled, valid)
+        return PendingStep(plan.number, plan_rows, self.stream.download([drawn.tokens]), drawn.logprobs, prompts)
+
+    def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> list[PendingPrompt]:
+        head = self.shared.prompt_head(self.model, plan)
+        if not self.rows.prompt_logprobs and head is None:
+            return []
+        self._phase = "computing prompt log-probabilities"
+        logits_of = self.model.logits if head is None else head
+        pending = []
+        for i in range(plan.num_decodes, len(plan.rows)):
+            wanted = self.rows.prompt_logprobs.get(plan.rows[i])
+            if wanted is None:
+                continue
+            begin = int(batch.offsets[i])
+            states = hidden[begin : begin + plan.counts[i]]
+            found = prompt_logprobs(
+                plan.rows[i],
+                wanted,
+                plan.starts[i],
+                states,
+                logits_of,
+                self.sampler.passes.rows_at_once,
+                self.rows.vocab_size,
+                self.stream,
+            )
+            if found is not None:
+                pending.append(found)
+        if head is not None:
+            head.finish(hidden)
+        return pending

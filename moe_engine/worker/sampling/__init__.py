@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, logits processors, log-probabilities, the sampler."""

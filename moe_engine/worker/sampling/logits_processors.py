@@ -1,0 +1,134 @@
+"""What requests ask to be done to their logits before sampling: penalties, logit_bias, min_new_tokens.
+
+Order: repetition penalty, frequency and presence penalties (`penalties`), logit_bias, then the end tokens that
+min_new_tokens forbids. Nothing here grows with the vocabulary or the number of requests while the engine serves.
+
+Legend: S sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.models.sizes import EDIT_BYTES
+from moe_engine.types import NewRow
+from moe_engine.worker.batch.slot_tokens import SlotTokens
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.sampling.penalties import Penalties, TreeText
+
+ENTRY_BYTES = 32
+"""Scratch memory for one biased logit: its two indices and its value."""
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """One row's biases and forbidden ends."""
+
+    bias_ids: np.ndarray  # int64
+    bias_values: np.ndarray  # float32
+    end_ids: np.ndarray  # int64
+    min_length: int
+    """End tokens are forbidden while the sequence, prompt included, is shorter than this."""
+
+
+class LogitsProcessors:
+    """Rows with wishes about their logits.
+
+    Args:
+        slot_table: [max_rows, width] int32.
+    """
+
+    def __init__(self, vocab_size: int, slot_table: Tensor, stream: DeviceStream) -> None:
+        max_rows = slot_table.shape[0]
+        self._vocab_size = vocab_size
+        self._stream = stream
+        self._edits: dict[int, _Edit] = {}
+        self.wanted = np.zeros(max_rows, dtype=bool)
+        self.penalties = Penalties(max_rows, vocab_size, slot_table, stream)
+
+    @property
+    def active(self) -> bool:
+        """Whether any row has wishes."""
+        return bool(self._edits)
+
+    def concern(self, rows: np.ndarray) -> bool:
+        """Whether one of some rows has wishes."""
+        return self.active and bool(self.wanted[rows].any())
+
+    def enter(self, new: NewRow) -> None:
+        sampling = new.sampling
+        ends: tuple[int, ...] = ()
+        if sampling.min_new_tokens > 0:
+            ends = tuple(t for t in {*new.eos_token_ids, *sampling.stop_token_ids} if 0 <= t < self._vocab_size)
+        if not (sampling.has_penalties or sampling.logit_bias or ends):
+            return
+        if sampling.has_penalties:
+            self.penalties.enter(new)
+        self._edits[new.row] = _Edit(
+            np.array([token for token, _ in sampling.logit_bias], dtype=np.int64),
+            np.array([value for _, value in sampling.logit_bias], dtype=np.float32),
+            np.array(ends, dtype=np.int64),
+            new.num_prompt + sampling.min_new_tokens,
+        )
+        self.wanted[new.row] = True
+
+    def forget(self, row: int) -> None:
+        if self._edits.pop(row, None) is not None:
+            self.wanted[row] = False
+            self.penalties.forget(row)
+
+    def apply(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        tokens: SlotTokens,
+        trees: TreeText | None = None,
+    ) -> None:
+        """Changes logits [S, V] in place. `lengths[i]` is the number of tokens before the one to be sampled.
+
+        Args:
+            tokens: the text of rows with penalties, through the slot table.
+            trees: which of it counts for the first rows of logits, where these are nodes of trees.
+        """
+        self.penalties.apply(logits, rows, lengths, tokens, trees)
+        biased: list[tuple[int, np.ndarray, np.ndarray]] = []
+        banned: list[tuple[int, np.ndarray, np.ndarray]] = []
+        for index in np.nonzero(self.wanted[rows])[0].tolist():
+            edit = self._edits[int(rows[index])]
+            biased.append((index, edit.bias_ids, edit.bias_values))
+            if lengths[index] < edit.min_length:
+                banned.append((index, edit.end_ids, edit.bias_values[:0]))
+        for places, ids, values in _pieces(biased):
+            added = self._stream.upload(torch.from_numpy(values))
+            logits.index_put_(self._indices(places, ids), added, accumulate=True)
+        for places, ids, _ in _pieces(banned):
+            logits.index_put_(self._indices(places, ids), logits.new_full((), -torch.inf))
+
+    def _indices(self, places: np.ndarray, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+        place, token = self._stream.upload(torch.from_numpy(np.stack((places, ids))))
+        return place, token
+
+
+def _pieces(
+    edits: list[tuple[int, np.ndarray, np.ndarray]],
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Row, token ids and values of each edit -> as columns (row, id, value) of all, a bounded number at a time."""
+    most, begin, count = EDIT_BYTES // ENTRY_BYTES, 0, 0
+    for end, (_, ids, _) in enumerate(edits, 1):
+        count += len(ids)
+        following = len(edits[end][1]) if end < len(edits) else 0
+        if end == len(edits) or count + following > most:
+            part = edits[begin:end]
+            if count:
+                yield (
+                    np.repeat([place for place, _, _ in part], [len(ids) for _, ids, _ in part]),
+                    np.concatenate([ids for _, ids, _ in part]),
+                    np.concatenate([values for _, _, values in part]),
+                )
+            begin, count = end, 0

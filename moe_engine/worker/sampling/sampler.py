@@ -1,0 +1,135 @@
+"""The sampled rows of a step: gathers their parameters and random numbers and has a kernel draw (kernels/sampling).
+
+A row's token depends on its own logits, parameters, seed and position, never on its neighbours. A row may stand several
+times in a step with different lengths (the nodes of a draft tree); its random numbers differ by the length alone.
+
+Legend: S sampled rows, V vocabulary, J tokens asked about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.sampling.protocol import INVALID_TOKEN as INVALID_TOKEN
+from moe_engine.kernels.sampling.protocol import Draw, SamplingKernel, SamplingParameters
+from moe_engine.kernels.sampling.reference import TorchSampling
+from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.sampling.logits_passes import UNBOUNDED, Head, LogitsPasses
+from moe_engine.worker.sampling.sampling_state import SamplingState, uniforms
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """The rows of a step that sample, in plan order; the same row may come several times.
+
+    A step that samples the same rows gets the same `rows` object, whose numbers never change.
+    """
+
+    rows: np.ndarray  # [S] int64
+    lengths: np.ndarray  # [S] int64: tokens before the one to be sampled, which is the position of that one
+    rows_device: Tensor  # [S] int64
+
+    def part(self, rows: slice) -> SampledRows:
+        """Some of them; all are the same object."""
+        if rows.start == 0 and rows.stop == len(self.rows):
+            return self
+        return SampledRows(self.rows[rows], self.lengths[rows], self.rows_device[rows])
+
+
+MAX_KNOWN = 4
+"""Sets of rows whose parameters are kept: a step with drafts draws for its rows, and for every node of theirs."""
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The parameters of `rows`."""
+
+    rows: np.ndarray
+    parameters: SamplingParameters | None  # None: all greedy
+
+
+class Sampler:
+    """Draws tokens for the rows of a step, by the torch kernel unless another is given.
+
+    Args:
+        passes: how many rows of logits there may be at once.
+    """
+
+    def __init__(
+        self,
+        state: SamplingState,
+        stream: DeviceStream,
+        kernel: SamplingKernel | None = None,
+        passes: LogitsPasses = UNBOUNDED,
+    ) -> None:
+        self.passes = passes
+        self._state = state
+        self._stream = stream
+        self._kernel = kernel or TorchSampling()
+        self._known: dict[int, _Gathered] = {}  # by the id of `rows`, which it keeps alive
+        self._version = state.version
+
+    def sample(self, logits: Tensor, sampled: SampledRows) -> Tensor:
+        """logits [S, V] float32 (not changed) -> tokens [S] int64, `INVALID_TOKEN` where a row's logits are broken."""
+        parameters = self.parameters(sampled.rows)
+        if parameters is None:
+            return self._kernel.greedy(logits)
+        return self._kernel.sample(logits, parameters, self.uniforms(sampled))
+
+    def draw(self, head: Head, hidden: Tensor, sampled: SampledRows, sizes: StepSizes | None = None) -> Tensor:
+        """hidden [S, D] -> tokens [S], as `sample` with the logits that the head gives. `sizes` as the head takes
+        them."""
+        drawn = self.passes.over(head, hidden, sizes, lambda part, logits: self.sample(logits, sampled.part(part)))
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+    def probabilities(self, logits: Tensor, sampled: SampledRows, tokens: Tensor) -> Tensor:
+        """tokens [S, J] int64 -> [S, J] float32: the probability that `sample` draws tokens[s, j] from logits[s].
+
+        Greedy rows: 1 for the best token, else 0. Negative token ids: 0.
+        """
+        parameters = self.parameters(sampled.rows)
+        if parameters is None:
+            best = self._kernel.greedy(logits)[:, None]
+            return ((tokens == best) & (tokens >= 0)).float()
+        return self._kernel.probabilities(logits, parameters, tokens)
+
+    def uniforms(self, sampled: SampledRows, salt: int = 0) -> Tensor:
+        """The rows' random numbers of a stream (`sampling_state.uniforms`), [S] float32 on the device."""
+        count = len(sampled.rows)
+        staging = self._stream.staging((count + 1) // 2)
+        staging.view(torch.float32)[:count].numpy()[:] = self.numbers(sampled.rows, sampled.lengths, salt)
+        return self._stream.upload(staging).view(torch.float32)[:count]
+
+    def numbers(self, rows: np.ndarray, positions: np.ndarray, salt: int = 0) -> np.ndarray:
+        """The numbers that rows [S] draw with at positions [..., S], float32, on the host."""
+        return uniforms(self._state.mixed_seed[rows], positions, salt)
+
+    def parameters(self, rows: np.ndarray) -> SamplingParameters | None:
+        """How rows are drawn; None where all are greedy."""
+        if self._version != self._state.version or len(self._known) > MAX_KNOWN:
+            self._known.clear()
+            self._version = self._state.version
+        known = self._known.get(id(rows))
+        if known is None:
+            known = self._known[id(rows)] = _Gathered(rows, self._gather(rows))
+        return known.parameters
+
+    def _gather(self, rows: np.ndarray) -> SamplingParameters | None:
+        """One upload: top_k as int64, then three rows of float32."""
+        state, count = self._state, len(rows)
+        draws = state.draw[rows]
+        if not (draws != Draw.GREEDY).any():
+            return None
+        staging = self._stream.staging(count + (3 * count + 1) // 2)
+        staging[:count].numpy()[:] = state.top_k[rows]
+        floats = staging[count:].view(torch.float32).numpy()
+        for i, values in enumerate((state.temperature, state.top_p, state.min_p)):
+            floats[i * count : (i + 1) * count] = values[rows]
+        device = self._stream.upload(staging)
+        temperature, top_p, min_p = device[count:].view(torch.float32)[: 3 * count].split(count)
+        return SamplingParameters(draws, temperature, top_p, min_p, device[:count], self._stream.asynchronous)

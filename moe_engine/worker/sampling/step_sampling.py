@@ -1,0 +1,87 @@
+"""The tokens that a step draws, and their log-probabilities: all that is done with logits, pass by pass.
+
+Legend: S sampled rows, V vocabulary, J draft tokens below a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.sampling.logits_passes import Work
+from moe_engine.worker.sampling.logprobs import PendingLogprobs, token_logprobs
+from moe_engine.worker.sampling.penalties import TreeText
+from moe_engine.worker.sampling.sampler import SampledRows, Sampler
+
+Passes = Callable[[Work["Drawn"]], list["Drawn"]]
+"""Calls a `Work` with the logits of each pass: `LogitsPasses.over`, but for the work."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """tokens [S] int64, `INVALID_TOKEN` where a row's logits are broken; the log-probabilities that rows ask for."""
+
+    tokens: Tensor
+    logprobs: list[PendingLogprobs] = field(default_factory=list)
+    chances: Tensor | None = None  # [S, J] float32: of the drafts below each row, where they were given
+
+
+class StepSampling:
+    """Draws for the rows of a step."""
+
+    def __init__(self, rows: RequestRows, sampler: Sampler, stream: DeviceStream) -> None:
+        self._rows = rows
+        self._sampler = sampler
+        self._stream = stream
+
+    def run(
+        self, passes: Passes, sampled: SampledRows, trees: TreeText | None = None, below: Tensor | None = None
+    ) -> Drawn:
+        """Draws for all rows of a step. The logits may be changed.
+
+        Args:
+            trees: the text of the first rows, where these are nodes of trees.
+            below: [S, J] int64, draft tokens that may be accepted though another token is drawn; negative: none.
+        """
+
+        def work(part: slice, logits: Tensor) -> Drawn:
+            own = trees if trees is None else trees.part(part.start, part.stop)
+            return self._draw(logits, sampled.part(part), part.start, own, below if below is None else below[part])
+
+        drawn = passes(work)
+        if len(drawn) == 1:
+            return drawn[0]
+        chances = [some.chances for some in drawn if some.chances is not None]
+        return Drawn(
+            torch.cat([some.tokens for some in drawn]),
+            [piece for some in drawn for piece in some.logprobs],
+            torch.cat(chances) if chances else None,
+        )
+
+    def _draw(
+        self, logits: Tensor, sampled: SampledRows, first: int, trees: TreeText | None, below: Tensor | None
+    ) -> Drawn:
+        """One pass, whose first row is row `first` of the step."""
+        specs, edits = self._rows.logprobs, self._rows.edits
+        wanting = [i for i, row in enumerate(sampled.rows.tolist()) if row in specs] if specs else []
+        edited = edits.concern(sampled.rows)
+        raw = logits
+        if wanting and (edited or len(wanting) < len(logits)):
+            raw = self._stream.rows_of(logits, wanting)
+        if edited:
+            assert self._rows.slot_tokens is not None
+            edits.apply(logits, sampled.rows, sampled.lengths, self._rows.slot_tokens, trees)
+        tokens = self._sampler.sample(logits, sampled)  # [S]
+        chances = None if below is None else self._sampler.probabilities(logits, sampled, below)
+        if not wanting:
+            return Drawn(tokens, chances=chances)
+        own = [specs[int(sampled.rows[i])] for i in wanting]
+        drafts = None if below is None else self._stream.rows_of(below, wanting)
+        found = token_logprobs(raw, self._stream.rows_of(tokens, wanting), own, self._stream, drafts)
+        places = [first + i for i in wanting]
+        return Drawn(tokens, [PendingLogprobs.start(found, own, self._stream, places)], chances)

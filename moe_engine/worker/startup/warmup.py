@@ -1,0 +1,182 @@
+"""Steps run before READY, so that nothing is compiled, loaded or started by the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.torch_regions import Regions
+from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp
+from moe_engine.kernels.warmup_sizes import PREFIX, ladder
+from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepPlan
+from moe_engine.worker.model_runner import ModelRunner
+
+NUM_TOKENS = 32
+"""Of the prompt, where steps may be so large."""
+_ROW = 0
+_SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
+    """Runs a prompt, a chunk behind it and a decode, greedily and sampled, all in the dummy page; leaves no trace.
+
+    Args:
+        num_tokens: most of a step.
+    """
+    count = max(1, min(num_tokens, runner.rows.context_len - 3))
+    chunk = min(2, count)
+    start = count + chunk
+    decode = StepPlan(number=-1, rows=[_ROW], starts=[start], counts=[1], samples=[True], slots=[0], num_decodes=1)
+
+    def run(plan: StepPlan) -> None:
+        runner.execute(runner.shared.alike(plan))  # every rank of every attention group makes the same
+
+    for sampling in (_GREEDY, _SAMPLED):
+        run(_plan(0, count, new=_request(count, sampling)))
+        run(_plan(count, chunk))
+        run(decode)
+        if runner.speculation is not None:
+            _warm_up_drafts(runner, run, count, sampling)
+    run(StepPlan(number=-1, finished_rows=[_ROW]))
+    runner.rows.last_token.zero_()
+    runner.kv_pool.clear_dummy_page()
+    runner.stream.synchronize()
+
+
+def compile_regions(runner: ModelRunner, regions: Regions) -> None:
+    """Has torch compile its regions for decodes of several tokens, as `warm_up` did for those of one."""
+    rows = [_ROW, _ROW + 1]
+    if runner.rows.max_rows < len(rows) or not regions.serves(len(rows)):
+        return
+    new = [replace(_request(1, _GREEDY), row=row) for row in rows]
+    step = replace(_plan(0, 1), rows=rows, starts=[0, 0], counts=[1, 1], samples=[True, True], slots=[0, 0])
+    prompts = replace(step, input_ids=[0, 0], new_rows=new)
+    runner.execute(prompts)
+    runner.execute(replace(step, starts=[1, 1], num_decodes=len(rows), input_ids=[]))
+    if runner.speculation is not None:
+        config = runner.speculation.config
+        depth = config.num_steps
+        runner.execute(replace(prompts, speculation=Speculation(follow=True)))
+        reserved = [RowWrite(row, 1, [0] * (2 * config.num_slots(depth))) for row in rows]
+        drafts = Speculation(depth, follow=True, reserved=reserved)
+        counts = [config.num_nodes(depth)] * len(rows)
+        verified = replace(step, starts=[1, 1], counts=counts, slots=[], input_ids=[], num_decodes=len(rows))
+        runner.execute(replace(verified, speculation=drafts))
+    runner.execute(StepPlan(number=-1, finished_rows=rows))
+    runner.rows.last_token.zero_()
+    runner.kv_pool.clear_dummy_page()
+
+
+def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
+    """Runs steps of every size class of the plan, for kernels that compile by number of tokens: prompts and chunks of
+    the ladder, decodes greedy and sampled. All in the dummy page; leaves no trace. The number of steps run.
+
+    Args:
+        num_tokens: of the largest step.
+    """
+    rows, count = runner.rows, 0
+    follow = Speculation(follow=True) if runner.speculation is not None else None
+
+    def run(plan: StepPlan) -> None:
+        nonlocal count
+        runner.execute(runner.shared.alike(plan))
+        count += 1
+
+    longest = rows.context_len - 1
+    for tokens in ladder(min(num_tokens, longest * rows.max_rows)):
+        for prefix in sorted({0, min(PREFIX, max(0, longest - tokens))}):
+            lens = _cut(tokens, longest - prefix)
+            new = [_entering(row, prefix, length, rows.vocab_size) for row, length in enumerate(lens)]
+            run(replace(_prompts(new), speculation=follow))
+    for num_rows in ladder(rows.max_rows):
+        for sampling in (_GREEDY, _SAMPLED):
+            new = [_entering(row, 0, 1, rows.vocab_size, sampling) for row in range(num_rows)]
+            run(_prompts(new))
+            ones, those = [1] * num_rows, list(range(num_rows))
+            run(StepPlan(-1, those, ones, ones, [True] * num_rows, [0] * num_rows, num_rows))
+    runner.execute(runner.shared.alike(StepPlan(number=-1, finished_rows=list(range(rows.max_rows)))))
+    rows.last_token.zero_()
+    runner.kv_pool.clear_dummy_page()
+    runner.stream.synchronize()
+    return count
+
+
+def _cut(tokens: int, longest: int) -> list[int]:
+    """Prompts of at most `longest` tokens that are so many together."""
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + [rest] * (rest > 0)
+
+
+def _entering(row: int, prefix: int, length: int, vocab_size: int, sampling: SamplingParams = _GREEDY) -> NewRow:
+    """A request of `length` tokens behind a cached prefix; many different tokens, so that many experts are chosen."""
+    tokens = [(7919 * (row + place)) % vocab_size for place in range(prefix + length)]
+    return replace(_request(0, sampling), row=row, token_ids=tokens, num_prompt=len(tokens), slots=[0] * prefix)
+
+
+def _prompts(new: list[NewRow]) -> StepPlan:
+    """The step in which these are computed."""
+    inputs = [row.token_ids[len(row.slots) :] for row in new]
+    counts = [len(tokens) for tokens in inputs]
+    return StepPlan(
+        number=-1,
+        rows=[row.row for row in new],
+        starts=[len(row.slots) for row in new],
+        counts=counts,
+        samples=[True] * len(new),
+        slots=[0] * sum(counts),
+        input_ids=[token for tokens in inputs for token in tokens],
+        new_rows=new,
+    )
+
+
+def compile_kernels(backends: Backends, shapes: StepShapes) -> int:
+    """Has every kernel that compiles at first use do so for the shapes of a launch; the number of products run."""
+    kernels = (backends.ops, backends.linear, backends.experts, backends.attention, backends.sampling)
+    return sum(kernel.warm_up(shapes) for kernel in kernels if isinstance(kernel, WarmsUp))
+
+
+def _warm_up_drafts(runner: ModelRunner, run: Callable[[StepPlan], None], count: int, sampling: SamplingParams) -> None:
+    """A prompt that the drafter follows, and steps that draft and verify."""
+    assert runner.speculation is not None
+    config = runner.speculation.config
+    run(replace(_plan(0, count, new=_request(count, sampling)), speculation=Speculation(follow=True)))
+    slots = [0] * (2 * config.num_slots(config.num_steps))
+    for reserved in ([RowWrite(_ROW, count, slots)], []):
+        plan = StepPlan(
+            number=-1,
+            rows=[_ROW],
+            starts=[count],
+            counts=[config.num_nodes(config.num_steps)],
+            samples=[True],
+            num_decodes=1,
+            speculation=Speculation(config.num_steps, follow=True, reserved=reserved),
+        )
+        run(plan)
+
+
+def _request(num_prompt: int, sampling: SamplingParams) -> NewRow:
+    return NewRow(
+        row=_ROW,
+        rid="warm-up",
+        token_ids=[0] * num_prompt,
+        num_prompt=num_prompt,
+        slots=[],
+        sampling=sampling,
+        seed=0,
+        eos_token_ids=frozenset(),
+    )
+
+
+def _plan(start: int, count: int, new: NewRow | None = None) -> StepPlan:
+    return StepPlan(
+        number=-1,
+        rows=[_ROW],
+        starts=[start],
+        counts=[count],
+        samples=[True],
+        slots=[0] * count,
+        input_ids=[0] * count,
+        new_rows=[new] if new is not None else [],
+    )
