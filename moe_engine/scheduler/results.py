@@ -10,20 +10,18 @@ from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import FinishReason, PackedLogprobs, Request, StepResult
 
 _ANY_ID = 1 << 62
+DraftOutcome = tuple[int, int]
+"""Drafts of one request that were verified, and how many of them were accepted."""
 
 
 def read_result(
-    book: RequestTable,
-    record: StepRecord,
-    result: StepResult,
-    now: float,
-    outcomes: list[tuple[int, int]] | None = None,
+    book: RequestTable, record: StepRecord, result: StepResult, now: float, outcomes: list[DraftOutcome] | None = None
 ) -> list[RequestEvent]:
     """Appends tokens, ends what has ended, and returns an event for each request with news.
 
     Tokens of requests that ended while the step was in flight are waste and dropped. A step may bring several tokens
-    for a request (speculation); its plan must have given it slots for them. `outcomes` gets,
-    for each request with drafts that still runs, how many were verified (those behind its end are not) and accepted.
+    for a request (speculation); its plan must have given it slots for them. `outcomes` gets, for each
+    request with drafts that still runs, how many were verified (those behind its end are not) and accepted.
 
     Raises:
         MoeEngineError: the result does not belong to the plan.
