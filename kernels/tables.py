@@ -73,7 +73,7 @@ EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_unrecorded=_unrec
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_unrecorded=_unrecorded_torch)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_unrecorded=_unrecorded_torch)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
-TOKEN_ROWS = _rows("token_rows", "TorchTokenRows", "CpuTokenRows")
+PERMUTATION = _rows("permutation", "TorchTokenRows", "CpuTokenRows")
 
 _FIXED = ("deterministic",)
 
@@ -97,7 +97,7 @@ _ATTENTION = "moe_engine.kernels.attention"
 MLA.append(
     Row(
         "triton",
-        f"{_ATTENTION}.triton_attention:TritonMLA",
+        f"{_ATTENTION}.triton.attention:TritonMLA",
         20,
         _triton_latent,
         _FIXED,
@@ -108,7 +108,7 @@ MLA.append(
 GQA.append(
     Row(
         "triton",
-        f"{_ATTENTION}.triton_attention:TritonGQA",
+        f"{_ATTENTION}.triton.attention:TritonGQA",
         20,
         _triton_with_cache,
         _FIXED,
@@ -122,21 +122,21 @@ LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLine
 EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts", 40, vendors.deep_gemm))
 MLA += [
     Row(
-        "flashmla", f"{_ATTENTION}.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla,
+        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla,
         why_not_recorded=vendors.flash_mla_unrecorded,
     ),
     Row(
-        "flashinfer", f"{_ATTENTION}.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
+        "flashinfer", f"{_ATTENTION}.vendors.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
         workspace=workspaces.flashinfer,
     ),
-    Row("fa3", f"{_ATTENTION}.fa3:FA3MLA", 35, vendors.fa3_mla, workspace=workspaces.fa3),
+    Row("fa3", f"{_ATTENTION}.vendors.fa3:FA3MLA", 35, vendors.fa3_mla, workspace=workspaces.fa3),
 ]  # fmt: skip
 GQA += [
     Row(
-        "flashinfer", f"{_ATTENTION}.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,
+        "flashinfer", f"{_ATTENTION}.vendors.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,
         workspace=workspaces.flashinfer_gqa,
     ),
-    Row("fa3", f"{_ATTENTION}.fa3:FA3GQA", 35, vendors.fa3_gqa, workspace=workspaces.fa3),
+    Row("fa3", f"{_ATTENTION}.vendors.fa3:FA3GQA", 35, vendors.fa3_gqa, workspace=workspaces.fa3),
 ]  # fmt: skip
 SAMPLING.append(
     Row("flashinfer", "moe_engine.kernels.sampling.flashinfer:FlashInferSampling", 15, vendors.flashinfer_sampling)

@@ -22,7 +22,7 @@ FAMILIES: dict[str, list[Row]] = {
 
 PARTS = {
     "quantization": {"torch": "quantization.reference", "triton": "quantization.triton_rows"},
-    "permutation": {"triton": "experts.triton_permute"},
+    "permutation": {"triton": "permutation.triton_permute"},
 }
 """Kernels that are parts of a family's row and no table's own: modules, used as rows."""
 

@@ -215,5 +215,5 @@ def _quantization() -> Any:
 
 def _permutation(quantization: Quantization) -> Any:
     """Of the same make."""
-    name = "order" if quantization is reference else "triton_permute"
-    return importlib.import_module(f"moe_engine.kernels.experts.{name}")
+    name = "expert_order" if quantization is reference else "triton_permute"
+    return importlib.import_module(f"moe_engine.kernels.permutation.{name}")

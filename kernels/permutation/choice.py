@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 @lru_cache
-def token_rows(dtype: torch.dtype) -> TokenRows:
+def permutation(dtype: torch.dtype) -> TokenRows:
     """C++ where it can be compiled and knows the dtype, else torch."""
     need = Need(str(dtype).removeprefix("torch."))
-    choice = select("token_rows", tables.TOKEN_ROWS, "auto", cpu_device(), need)
+    choice = select("permutation", tables.PERMUTATION, "auto", cpu_device(), need)
     try:
         return choice.build()
     except LibraryError as error:
-        logger.warning("token_rows: using torch kernels, because %s failed to load: %s", choice.row.name, error)
-        return select("token_rows", tables.TOKEN_ROWS, "torch", cpu_device(), need).build()
+        logger.warning("permutation: using torch kernels, because %s failed to load: %s", choice.row.name, error)
+        return select("permutation", tables.PERMUTATION, "torch", cpu_device(), need).build()

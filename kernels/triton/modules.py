@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 _FAMILIES = "moe_engine.kernels"
 
 MODULES: tuple[str, ...] = (
-    f"{_FAMILIES}.attention.triton_expanded",
-    f"{_FAMILIES}.attention.triton_gather",
-    f"{_FAMILIES}.attention.triton_latent",
-    f"{_FAMILIES}.attention.triton_merge",
-    f"{_FAMILIES}.attention.triton_paged",
+    f"{_FAMILIES}.attention.triton.expanded",
+    f"{_FAMILIES}.attention.triton.gather",
+    f"{_FAMILIES}.attention.triton.latent",
+    f"{_FAMILIES}.attention.triton.merge",
+    f"{_FAMILIES}.attention.triton.paged",
     f"{_FAMILIES}.experts.triton_grouped_gemm",
-    f"{_FAMILIES}.experts.triton_permute",
+    f"{_FAMILIES}.permutation.triton_permute",
     f"{_FAMILIES}.linear.triton_block_gemm",
     f"{_FAMILIES}.linear.triton_fixed_gemm",
     f"{_FAMILIES}.ops.triton_fp8_cache",

@@ -306,7 +306,7 @@ def bench(argv: Sequence[str], prog: str) -> int:
         return 0 if argv else USAGE_ERROR
     name = _benchmark(argv[0], list(found))
     sys.argv = [f"{prog} {name}", *argv[1:]]
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     if root not in sys.path:
         sys.path.insert(0, root)
     try:
@@ -334,7 +334,7 @@ def _benchmarks() -> dict[str, str]:
     """The modules and packages of benchmarks/ that can be run, each with the first line of its docstring."""
     import ast
 
-    folder = Path(__file__).resolve().parents[1] / "benchmarks"
+    folder = Path(__file__).resolve().parents[2] / "benchmarks"
     runnable = {file.stem: file for file in folder.glob("*.py") if '__name__ == "__main__"' in file.read_text()}
     runnable |= {file.parent.name: file.with_name("__init__.py") for file in folder.glob("*/__main__.py")}
     first_lines = {

@@ -12,4 +12,4 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 @lru_cache
 def live_page() -> str:
     """The whole HTML document."""
-    return resources.files(__package__).joinpath("live.html").read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("experts_live.html").read_text(encoding="utf-8")

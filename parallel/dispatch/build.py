@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.permutation.choice import token_rows
+from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.kernels.permutation.protocol import TokenRows
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.collectives import Group
@@ -73,7 +73,7 @@ class Groups:
         return self.experts.on_host if self.on_host is None else self.on_host
 
     def rows(self, shape: DispatchShape) -> TokenRows:
-        return self.token_rows or token_rows(shape.dtype)
+        return self.token_rows or permutation(shape.dtype)
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:

@@ -325,12 +325,14 @@ def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
     for mesh in meshes:
         mesh.connect([other.address for other in meshes])
     steps = [DPSync(mesh, lambda: None) for mesh in meshes[:2]]
-    meshes[2].tell(1, StepFacts(num_tokens=9))  # its last words
-    meshes[0].tell(1, StepFacts(num_tokens=8))  # of a step that never was
+    meshes[2].send(1, StepFacts(num_tokens=9))  # its last words
+    meshes[0].send(1, StepFacts(num_tokens=8))  # of a step that never was
 
     def part(group: int) -> list[tuple[StepFacts, ...] | None]:
         steps[group].regroup(1, [True, True, False])
-        return [steps[group].agree(StepPlan(40 + n), StepFacts(num_tokens=10 * group + n)).dp_facts for n in range(3)]
+        return [
+            steps[group].sync_step(StepPlan(40 + n), StepFacts(num_tokens=10 * group + n)).dp_facts for n in range(3)
+        ]
 
     try:
         with ThreadPoolExecutor(2) as threads:

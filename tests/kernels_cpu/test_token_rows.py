@@ -12,7 +12,7 @@ from moe_engine.kernels import tables
 from moe_engine.kernels.cpu.library import Library, LibraryError
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.kernels.permutation import choice as choice_module
-from moe_engine.kernels.permutation.choice import token_rows
+from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.kernels.permutation.cpu import CpuTokenRows
 from moe_engine.kernels.permutation.protocol import Records, TokenRows
 from moe_engine.kernels.permutation.reference import TorchTokenRows
@@ -25,13 +25,13 @@ RANKS, LOCAL, TOP_K = 3, 4, 5
 SIZES = [0, 1, 7, 40]
 
 
-@pytest.fixture(params=cpu_rows_of(tables.TOKEN_ROWS), ids=lambda row: row.name)
+@pytest.fixture(params=cpu_rows_of(tables.PERMUTATION), ids=lambda row: row.name)
 def kernel(request: pytest.FixtureRequest) -> TokenRows:
     """Every row of the family that can run here."""
     why_not = request.param.why_not(cpu_device(), Need("bfloat16"))
     if why_not:
         pytest.skip(why_not)
-    return Choice("token_rows", request.param, "tested").build()
+    return Choice("permutation", request.param, "tested").build()
 
 
 def draw_ids(num_tokens: int, seed: int = 0) -> Tensor:
@@ -154,8 +154,8 @@ def test_sums_are_rounded_once(kernel: TokenRows, dtype: torch.dtype, weighted: 
 
 
 def test_sums_in_float16_by_the_row_that_serves() -> None:
-    assert token_rows(torch.float16).name == "torch"
-    check_row_sums(token_rows(torch.float16).sum_rows, torch.float16, 64, TOP_K, True)
+    assert permutation(torch.float16).name == "torch"
+    check_row_sums(permutation(torch.float16).sum_rows, torch.float16, 64, TOP_K, True)
 
 
 def test_sums_on_other_machines(any_library: Library) -> None:
@@ -188,5 +188,5 @@ def test_without_a_library_torch_serves_and_says_why(
 
     monkeypatch.setattr(CpuTokenRows, "__init__", refuse)
     monkeypatch.setattr(choice_module, "cpu_device", lambda: replace(cpu_device(), compiler="g++"))
-    assert token_rows.__wrapped__(torch.bfloat16).name == "torch"
+    assert permutation.__wrapped__(torch.bfloat16).name == "torch"
     assert "g++ failed (1)" in caplog.text

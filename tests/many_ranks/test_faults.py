@@ -91,7 +91,7 @@ def ranks_of(server: ServerProcess) -> list[psutil.Process]:
 
 def is_rank(process: psutil.Process) -> bool:
     try:
-        return any("core_main" in part or "ranks.main" in part for part in process.cmdline())
+        return any("core_main" in part or "rank_main" in part for part in process.cmdline())
     except psutil.Error:  # one of those that look at the machine and end at once
         return False
 

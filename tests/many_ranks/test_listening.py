@@ -76,7 +76,7 @@ def mechanism(ip: str, port: int) -> str:
 
 def role(process: psutil.Process) -> str:
     line = " ".join(process.cmdline())
-    return next((name for name in ("core_main", "ranks.main") if name in line), "launcher")
+    return next((name for name in ("core_main", "rank_main") if name in line), "launcher")
 
 
 def listeners(pids: list[int]) -> list[Listener]:
@@ -137,15 +137,15 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
         ("launcher", "other"): ["http"],
         ("launcher", "zmq"): ["answers"],
         ("core_main", "zmq"): ["control", "plans", "steps"],
-        ("ranks.main", "zmq"): ["requests", "plans", "steps"],
+        ("rank_main", "zmq"): ["requests", "plans", "steps"],
     }
     for key, expected in names.items():
         assert len(by_role.pop(key)) == len(expected), (key, expected)
     # what is left are torch's: the store and gloo's groups
-    assert {role for role, _ in by_role} <= {"core_main", "ranks.main"}
+    assert {role for role, _ in by_role} <= {"core_main", "rank_main"}
     table = documented()
     assert {name for expected in names.values() for name in expected} | {"store", "gloo"} <= set(table)
-    for name in {*names["launcher", "zmq"], *names["core_main", "zmq"], *names["ranks.main", "zmq"]}:
+    for name in {*names["launcher", "zmq"], *names["core_main", "zmq"], *names["rank_main", "zmq"]}:
         assert "CURVE" in table[name]
     zmq_sockets = [item for item in found if item.mechanism]
     assert {item.mechanism for item in zmq_sockets} == {"NULL" if secret is None else "CURVE"}

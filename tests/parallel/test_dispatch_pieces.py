@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from moe_engine.kernels.permutation.choice import token_rows
+from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
@@ -80,7 +80,7 @@ def test_one_rank_agrees_with_the_local_dispatcher(on_host: bool) -> None:
 def dispatcher(static: bool = False, on_host: bool = False) -> ExchangedDispatcher:
     device = torch.device("cpu")
     if on_host:
-        rows = token_rows(torch.bfloat16)
+        rows = permutation(torch.bfloat16)
         layout = HostLayout(8, SHAPE.hidden, torch.bfloat16, rows)
         return ExchangedDispatcher(SHAPE, LocalExchange(), layout, HostChecks(rows))
     if static:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.permutation.choice import token_rows
+from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch import host_memory
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
@@ -67,7 +67,7 @@ def load_of(shape: DispatchShape, room_tokens: int) -> HostLoad:
 @pytest.mark.parametrize(("tokens", "room"), [(5, 5), (5, 64), (9, 4)])
 def test_buffers_of_all_to_all(tokens: int, room: int, fp8: bool) -> None:
     shape = shape_of(3, tokens, fp8)
-    exchange = HostAllToAll(Mirror(3), shape, room, token_rows(shape.dtype))
+    exchange = HostAllToAll(Mirror(3), shape, room, permutation(shape.dtype))
     ids = torch.tensor([0, 3, 6]).repeat(tokens, 1)  # an expert of each rank
     sent = encode(torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), ids, torch.ones(tokens, TOP_K), fp8)
     arrived, handle = exchange.deliver(sent, 0)
@@ -81,7 +81,7 @@ def test_buffers_of_all_to_all(tokens: int, room: int, fp8: bool) -> None:
 def test_buffers_of_shared_memory() -> None:
     """Of the group of one, whose share is the whole; with both slots in use each has half of the tokens."""
     shape = shape_of(1, 32)
-    exchange = SharedMemory(SingleRank(), shape, token_rows(shape.dtype))
+    exchange = SharedMemory(SingleRank(), shape, permutation(shape.dtype))
     ids = torch.tensor([0, 1, 2]).repeat(32, 1)
     sent = encode(torch.ones(32, HIDDEN, dtype=torch.bfloat16), ids, torch.ones(32, TOP_K), False)
     _, handle = exchange.deliver(sent, 0)

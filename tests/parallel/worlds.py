@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.permutation.choice import token_rows
+from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.kernels.permutation.reference import TorchTokenRows
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
@@ -104,7 +104,7 @@ def dispatcher_of(setup: Setup, num_experts: int, top_k: int) -> Any:
     if key not in made:
         choice = DispatchChoice(row_of(setup.backend), {"decode": setup.mode}, "a test's")
         shape = shape_of(setup, num_experts, top_k)
-        rows = token_rows(shape.dtype) if setup.compiled else TorchTokenRows()
+        rows = permutation(shape.dtype) if setup.compiled else TorchTokenRows()
         groups = replace(groups_of(setup.num_nodes, setup.library), on_host=not setup.as_device, token_rows=rows)
         if setup.room_tokens is None:
             made[key] = build(choice, shape, MAX_TOKENS, groups)

@@ -87,7 +87,7 @@ def test_numbers_of_the_page():
     assert.deepStrictEqual(layers.map(entry => entry.layer), [1, 2]);
     assert.strictEqual(imbalance(layers), 1.25);
     assert.strictEqual(scaleTop([]), 2);
-    const history = new TokenBuffer();
+    const history = new History();
     for (const [time, count] of [[0, 1], [20, 5], [40, 9], [60, 12]]) history.add(time, [[count]]);
     assert.deepStrictEqual(history.since(30), [[7]]);
     assert.deepStrictEqual(history.since(0), [[12]]);

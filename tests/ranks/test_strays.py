@@ -328,9 +328,9 @@ def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMe
     sender.send_multipart([encode(told), encode(told)])
     sender.send(b"\xc1")
     until(lambda: not first.begun(1) and first.num_dropped == 3, "it was not counted")
-    second.tell(1, StepFacts(num_tokens=2))
-    first.tell(1, StepFacts(num_tokens=1))
-    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
+    second.send(1, StepFacts(num_tokens=2))
+    first.send(1, StepFacts(num_tokens=1))
+    assert [facts.num_tokens for facts in first.gather(1, lambda: None)] == [1, 2]
     assert first._told == {}
     for closing in (first, second):
         closing.close()
@@ -339,13 +339,13 @@ def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMe
 
 def test_a_part_that_comes_twice_counts_once(tmp_path: Path) -> None:
     first, second = meshes(tmp_path)
-    second.tell(1, StepFacts(num_tokens=2))
+    second.send(1, StepFacts(num_tokens=2))
     until(lambda: first.begun(1), "it has not arrived")
     sender = stranger(zmq.PUSH, first.address)
     sender.send(encode(StepFactsMessage(1, 1, StepFacts(num_tokens=9))))
     until(lambda: first.begun(1) and first.num_dropped == 1, "it was not counted")
-    first.tell(1, StepFacts(num_tokens=1))
-    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
+    first.send(1, StepFacts(num_tokens=1))
+    assert [facts.num_tokens for facts in first.gather(1, lambda: None)] == [1, 2]
     for closing in (first, second):
         closing.close()
     sender.close(0)

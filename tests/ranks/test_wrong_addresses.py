@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from moe_engine.cli.main import main as cli
+from moe_engine.cli import main as cli
 from moe_engine.cluster import node as rank_node
 from tests.free_port import free_port
 from tests.ranks.drill import PATIENCE

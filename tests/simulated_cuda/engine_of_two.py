@@ -45,7 +45,7 @@ def expected(path: Path, folder: Path, requests: list[Wanted]) -> dict[str, list
 
 async def after_a_death(engine: Engine, prompt: list[int]) -> str:
     """What requests are told when the last rank is killed amid one."""
-    ranks = [child for child in psutil.Process().children(recursive=True) if "ranks.main" in " ".join(child.cmdline())]
+    ranks = [child for child in psutil.Process().children(recursive=True) if "rank_main" in " ".join(child.cmdline())]
     try:
         async with asyncio.timeout(60):
             while True:  # the one that it is killed in may end all the same

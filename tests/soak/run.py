@@ -171,7 +171,7 @@ def _memory(server: ServerProcess) -> int:
 
 def _ranks(server: ServerProcess) -> list[psutil.Process]:
     """The processes that compute, oldest first."""
-    found = [child for child in server.children() if any("ranks.main" in part for part in child.cmdline())]
+    found = [child for child in server.children() if any("rank_main" in part for part in child.cmdline())]
     return sorted(found, key=lambda process: (process.create_time(), process.pid))
 
 
