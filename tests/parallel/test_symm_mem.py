@@ -203,9 +203,9 @@ GOOD = DispatchShape(128, 8, 8, 7168, 128, torch.bfloat16, fp8=True)
 @pytest.mark.parametrize(
     ("module", "changed", "reason"),
     [
-        ("peers", {"dtype": torch.float64}, "not torch.float64"),
-        ("peers", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
-        ("peers", {"max_tokens": 1 << 25}, "32 bits"),
+        ("dispatcher", {"dtype": torch.float64}, "not torch.float64"),
+        ("dispatcher", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
+        ("dispatcher", {"max_tokens": 1 << 25}, "32 bits"),
         ("nvshmem", {"num_ranks": 32}, "32 ranks; at most 16"),
         ("nvshmem", {"num_ranks": 4}, "32 experts of a rank; at most 16"),
         ("nvshmem", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
