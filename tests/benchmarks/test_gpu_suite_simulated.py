@@ -57,7 +57,11 @@ def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(simulated, tmp_path):
 
 def test_tests_for_a_gpu_run_on_a_simulated_one(simulated):
     """Those that are quick there; `pytest -p tests.simulated_cuda.plugin -m gpu tests` runs all that can."""
-    asked = ["tests/worker/test_before_ready.py", "tests/vendors/test_on_gpu.py", "tests/parallel/test_symm_mem_gpu.py"]
+    asked = [
+        "tests/worker/test_before_ready.py",
+        "tests/kernels/vendors/test_on_gpu.py",
+        "tests/distributed/dispatch/test_symm_mem_gpu.py",
+    ]
     chosen = "a_cuda_graph_reads or test_recorded_absorbed[1-triton] or streams_of_their_own"
     command = [sys.executable, "-m", "pytest", "-p", "tests.simulated_cuda.plugin", "-m", "gpu", "-q", "-k", chosen]
     done = subprocess.run(

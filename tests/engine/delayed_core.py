@@ -11,7 +11,7 @@ from pathlib import Path
 from moe_engine.core import messages
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.frontend import Frontend
-from tests.many_ranks.test_client import FakeCore, client_of
+from tests.distributed.engine.test_client import FakeCore, client_of
 from tests.tokenizer.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -30,10 +30,10 @@ from moe_engine.frontend import client as client_module
 from moe_engine.frontend.inbox import Inbox
 from moe_engine.scheduler import Scheduler, SchedulerConfig
 from moe_engine.types import StepPlan, StepResult
+from tests.distributed.engine.test_client import ask, client_of
 from tests.engine.delayed_core import front_end
 from tests.engine.test_request_ids import answer, asking, expected, settled
-from tests.many_ranks.test_client import ask, client_of
-from tests.scheduler.sched_simulator import FakeWorker, expected_outputs, make_request
+from tests.scheduler.simulator import FakeWorker, expected_outputs, make_request
 
 CALL = messages.Call(id=3, method="flush_cache")
 DELTA = messages.RequestDelta("nobody-7", [5], {"type": "length", "length": 1}, cached_tokens=2)

@@ -26,8 +26,8 @@ from moe_engine.server.app import create_app
 from moe_engine.server.logprob_json import TokenJson
 from moe_engine.server.settings import ServerSettings
 from moe_engine.types import PackedLogprobs
+from tests.distributed.engine.test_client import FakeCore, client_of
 from tests.logprobs import Entry, pack
-from tests.many_ranks.test_client import FakeCore, client_of
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, events, post
 from tests.tokenizer.tiny_tokenizer import make_tokenizer

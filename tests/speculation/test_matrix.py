@@ -1,5 +1,5 @@
 """Every two of speculation's neighbours together, on tiny checkpoints: see `matrix`. The long form is
-``python -m benchmarks.speculation_matrix``."""
+``python -m tests.speculation.all_cases``."""
 
 from __future__ import annotations
 

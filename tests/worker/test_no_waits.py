@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_accelerator
 import numpy as np
 import pytest
 import torch
-from fake_accelerator import FakeAccelerator, remote
-from fake_graphs import FakeGraphs, ReplayableTorch
 
 from benchmarks.stub_model import StubAttention
 from moe_engine.models.batch import ForwardBatch
@@ -34,6 +31,9 @@ from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.worker import Worker
 from tests.logprobs import unpack
 from tests.speculation.toy_engine import FixedChain
+from tests.worker import fake_accelerator
+from tests.worker.fake_accelerator import FakeAccelerator, remote
+from tests.worker.fake_graphs import FakeGraphs, ReplayableTorch
 
 VOCAB, DEPTH = 64, 2
 STEP_THREAD = "worker-steps"

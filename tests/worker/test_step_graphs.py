@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graphs import FakeGraphs, ReplayableTorch
 
 from benchmarks.stub_model import StubAttention, stub_runner
 from moe_engine.errors import StepError
@@ -38,6 +37,7 @@ from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
+from tests.worker.fake_graphs import FakeGraphs, ReplayableTorch
 
 VOCAB = 250
 DRAFTS = 2

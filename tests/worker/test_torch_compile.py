@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graphs import FakeGraphs, ReplayableTorch
 
 from moe_engine.kernels import torch_regions
 from moe_engine.kernels.torch_regions import Regions
@@ -27,6 +26,7 @@ from moe_engine.worker.graphs import compile_setup as region_setup
 from moe_engine.worker.graphs.graph_setup import record_steps
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
+from tests.worker.fake_graphs import FakeGraphs, ReplayableTorch
 
 MAX_BS = 4
 ROOT = Path(__file__).resolve().parents[2]
