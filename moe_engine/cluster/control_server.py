@@ -1,4 +1,4 @@
-"""The leader's end of the control channel: a thread that answers ranks, feeds the watch and ends a lost group."""
+"""Control channel, leader side: a thread that serves ranks, feeds the failure detector and stops a failed group."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ logger = logging.getLogger("moe_engine")
 
 PING_SECONDS = 0.5
 MAX_RECEIVED = 1024
-"""Messages read in one turn, so that a flood of them does not keep this thread from the watch and from its answers."""
+"""Max messages read in one iteration, so that a flood of them cannot block the failure detector or the replies."""
 
 
 @dataclass
 class RankCall:
-    """A call under way: who has answered."""
+    """A pending call and the replies received."""
 
     future: Future[list[Any]]
     asked: list[int]
@@ -43,11 +43,11 @@ class RankCall:
 
 
 class ControlServer:
-    """Serves one address until `close`. Every rank is told when the watch has a verdict.
+    """Serves one address until `close`. Sends `Leave` to every rank when the detector has found a failure.
 
     Args:
-        address: to bind: ``ipc://PATH`` or ``tcp://HOST:PORT``.
-        on_board: told what a scheduler on another node shows on its status board: group and values.
+        address: bind address: ``ipc://PATH`` or ``tcp://HOST:PORT``.
+        on_board: called with group and values when a scheduler on another node has sent its shared status.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -78,24 +78,24 @@ class ControlServer:
         watch.on_verdict(self._fail_calls)
         watch.on_survivors(self._regroup)
         self._welcome: messages.Welcome | None = None
-        self._uninvited: set[int] = set()  # ranks that wait for their welcome
+        self._uninvited: set[int] = set()  # ranks that wait for `Welcome`
         self._closing = threading.Event()
         self._thread = start_watched("rank control", self._run, watch.give_up)
 
     def invite(self, welcome: messages.Welcome) -> None:
-        """Sends the welcome to every rank, now and to those that come later, each with its group's plan address."""
+        """Sends `Welcome` to every rank, present or later, with its group's plan address."""
         self._welcome = welcome
 
     def call_all(self, method: str, asking: int = 0) -> Future[list[Any]]:
-        """Has every rank but the one `asking` run one of `worker.calls`; their answers in order. `RankLost` if one is
-        lost; where the others go on, theirs count."""
+        """Runs one of `worker.calls` on every rank except `asking`; replies in rank order. Fails with `RankLost` if a
+        rank is lost; if the others continue, the result has only their replies."""
         future: Future[list[Any]] = Future()
         self._asked.put((method, future, asking))
         return future
 
     @property
     def num_dropped(self) -> int:
-        """Messages that were no member's."""
+        """Messages dropped because their sender is not a member."""
         return self._reader.num_dropped
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class ControlServer:
 
     def _run(self) -> None:
         began = last = time.monotonic()
-        told, released, dismissed = began, False, False
+        logged_at, released, dismissed = began, False, False
         while not self._closing.is_set():
             if self._socket.poll(int(TICK_SECONDS * 1000)):
                 self._receive()
@@ -115,10 +115,10 @@ class ControlServer:
                 self._watch.tick(now - last)
                 last = now
             self._ping(now)
-            self._invite_those_that_can_come()
+            self._send_welcomes()
             self._begin_calls()
             while not self._answers.empty():
-                self._tell_rank(*self._answers.get())
+                self._send_rank(*self._answers.get())
             if self._watch.all_loaded and not released:
                 released = True
                 self._tell_all(messages.Go(self._watch.step_addresses))
@@ -126,22 +126,22 @@ class ControlServer:
                 dismissed = True
                 self._tell_all(messages.Leave(str(self._watch.verdict)))
             if not self._watch.all_loaded and self._watch.verdict is None:
-                told = self._wait_patiently(now, began, told)
+                logged_at = self._check_start(now, began, logged_at)
         self._monitor.close()
         self._socket.close()
 
-    def _wait_patiently(self, now: float, began: float, told: float) -> float:
-        """Says who is waited for from time to time; gives up at the end. Returns when it last said something."""
+    def _check_start(self, now: float, began: float, logged_at: float) -> float:
+        """Periodically logs the ranks that are not ready; fails at the time limit. Returns the time of the last log."""
         limits, waited = self._options.limits, now - began
         if waited > limits.start:
             self._watch.give_up(f"not ready after {waited:.0f} s: {self._watch.waited_for()}")
-        elif now - told >= limits.progress:
+        elif now - logged_at >= limits.progress:
             logger.info("Waiting for ranks, %.0f of %.0f s: %s", waited, limits.start, self._watch.waited_for())
             return now
-        return told
+        return logged_at
 
     def _receive(self) -> None:
-        """What has arrived, up to `MAX_RECEIVED` messages. Whatever is no message of a member is dropped."""
+        """Handles up to `MAX_RECEIVED` queued messages; drops those of non-members."""
         for _ in range(MAX_RECEIVED):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -158,27 +158,27 @@ class ControlServer:
                     self._acknowledge(identity)
 
     def _refusal(self, identity: bytes, message: messages.ToLeader) -> str | None:
-        """Why a message does not count; None for those of members. A Hello or NodeHere makes its sender a
-        member, or is answered by `Leave` with the reason."""
+        """Why a message is refused; None for messages of members. A Hello or NodeHere makes its sender a member, or is
+        answered by `Leave` with the reason."""
         if isinstance(message, messages.Hello):
             refusal = self._peers.join_rank(identity, message.rank)
         elif isinstance(message, messages.NodeHere):
             refusal = self._peers.join_node(identity, message.node_rank)
         elif isinstance(message, messages.NodeRefused):
-            refusal = "the start is over" if self._watch.armed else None
+            refusal = "startup is over" if self._watch.armed else None
         else:
             return self._peers.refusal(identity, message)
         if refusal is None:
             return None
         self._tell(identity, messages.Leave(str(self._watch.verdict or refusal)))
-        return f"{message.host} (pid {message.pid}) asks to join, and {refusal}"
+        return f"{message.host} (pid {message.pid}) may not join: {refusal}"
 
     def _acknowledge(self, identity: bytes) -> None:
         verdict = self._watch.verdict
         self._tell(identity, messages.Leave(str(verdict)) if verdict is not None else messages.Alive())
 
     def _ping(self, now: float) -> None:
-        """During the start, when beats may be missing from ranks that are well."""
+        """Pings the ranks' echoes during startup, when healthy ranks may miss beats."""
         if self._watch.armed or now - self._pinged < PING_SECONDS:
             return
         self._pinged = now
@@ -219,7 +219,9 @@ class ControlServer:
         self._watch.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
         if hello.fingerprint != self._options.fingerprint:
             who = self._watch.describe(hello.rank)
-            self._watch.give_up(f"{who} on {hello.host} was started with other flags than rank 0: start all alike")
+            self._watch.give_up(
+                f"{who} on {hello.host} was started with flags different from rank 0's: use the same on all nodes"
+            )
 
     def _begin_calls(self) -> None:
         while not self._asked.empty():
@@ -231,7 +233,7 @@ class ControlServer:
             self._end_if_answered(number)
 
     def _ask_for(self, ask: messages.Ask) -> None:
-        """A rank that leads no other asks all others by way of this process."""
+        """Relays a call from a rank to all others."""
 
         def answered(done: Future[list[Any]]) -> None:
             error = done.exception()
@@ -245,7 +247,7 @@ class ControlServer:
         if call is None or answer.rank not in call.asked:
             return
         if answer.error:
-            if self._calls.pop(answer.id, None) is not None:  # else a verdict on another thread was quicker
+            if self._calls.pop(answer.id, None) is not None:  # else already failed by another thread
                 call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
             return
         call.answers[answer.rank] = answer.value
@@ -255,7 +257,7 @@ class ControlServer:
         call = self._calls.get(number)
         if call is None or not all(rank in call.answers for rank in call.asked):
             return
-        if self._calls.pop(number, None) is not None:  # else a verdict on another thread was quicker
+        if self._calls.pop(number, None) is not None:  # else already failed by another thread
             call.future.set_result([call.answers[rank] for rank in call.asked])
 
     @property
@@ -265,7 +267,7 @@ class ControlServer:
     def _regroup(self, survivors: Survivors) -> None:
         for rank in self._living:
             self._tell_rank(rank, messages.Regroup(survivors))
-        for number, call in list(self._calls.items()):  # nobody waits for the lost, nor forgets what they have told
+        for number, call in list(self._calls.items()):  # do not wait for lost ranks; keep their replies
             call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
             self._end_if_answered(number)
 

@@ -1,5 +1,5 @@
-"""The engine core process: builds worker and scheduler from the resolved configuration and serves until told to stop;
-where ranks may be lost, it watches over their processes instead.
+"""Engine core process: builds worker and scheduler from the resolved configuration and serves until shutdown. With
+--elastic-ep it only supervises the rank processes.
 
 Run as ``python -m moe_engine.cluster.core_main`` by `core_process`, with the specification on standard input.
 """
@@ -38,14 +38,14 @@ logger = logging.getLogger("moe_engine")
 
 
 def main() -> int:
-    # torch's OpenMP threads would spin for milliseconds after each of its operators and take the cores from our own
-    # threads, the front end and everybody else. Read when torch is imported, so it is set before.
+    # torch's OpenMP threads would spin for milliseconds after each operator and take the CPU cores from our own
+    # threads, the front end and other processes. Read at torch's import, so it must be set before.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     spec: CoreSpec = read_spec()
     config: ResolvedConfig = spec.config
     logs.setup_logging(config.logging.log_level)
     sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
-    for architecture in spec.outside_models:  # before there are ranks, which get them from here
+    for architecture in spec.outside_models:  # before the ranks start, which get them from here
         registry.register(*architecture)
     ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     connect(ready, spec.ready_address)
@@ -67,14 +67,14 @@ def main() -> int:
         return _leave(ranks, 1)
     ready.send(messages.encode(messages.CoreReady(info)))
     ready.close(5000)
-    # What start-up left behind lives as long as the process: the collector need not walk it in the middle of a step.
+    # Objects created at startup live as long as the process: keep the garbage collector from scanning them in a step.
     gc.collect()
     gc.freeze()
     return _leave(ranks, _serve(run, port))
 
 
 def _ranks(spec: CoreSpec) -> MultiprocExecutor | RankSupervisor | None:
-    """Starts those of this process's model, where it has several."""
+    """Starts the ranks of this process's model; None with a single rank."""
     config, options = spec.config, spec.ranks
     if options is None:
         return None
@@ -84,7 +84,7 @@ def _ranks(spec: CoreSpec) -> MultiprocExecutor | RankSupervisor | None:
 
 
 def _leave(ranks: MultiprocExecutor | RankSupervisor | None, code: int) -> int:
-    """Ends the other ranks, if there are any, and this process with them: a thread may hang in a lost collective."""
+    """Stops the other ranks, if any, and exits this process: one of its threads may hang in a collective."""
     if ranks is None:
         return code
     ranks.close()
@@ -93,7 +93,7 @@ def _leave(ranks: MultiprocExecutor | RankSupervisor | None, code: int) -> int:
 
 
 def _details(error: Exception) -> str:
-    """The traceback, but of a lost rank, for the cause is elsewhere, and of what is the user's to mend."""
+    """The traceback; empty for lost ranks, whose cause is in another process, and for user errors."""
     return "" if isinstance(error, EngineDeadError | ConfigError) else "".join(traceback.format_exception(error))
 
 

@@ -1,7 +1,7 @@
-"""A rank whose process schedules for its attention group: a core of its own, in step with the others.
+"""DP rank: a rank process that runs the scheduler (engine core) of its attention group, in lockstep with the others.
 
-Rank 0, or the hub where ranks may be lost, watches it as a follower, and it ends with the world as one; requests come
-from the front end directly.
+Rank 0, or the supervisor with --elastic-ep, monitors it like a follower and stops it with the group; its requests come
+directly from the front end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import connect
 
 FAREWELL_MS = 500
-"""For a last word to the front end."""
+"""Linger of a last message to the front end."""
 
 
 class SchedulingRank:
@@ -77,20 +77,21 @@ class SchedulingRank:
         )
 
     def run(self) -> int:
-        """Returns the exit code after an orderly end; a lost world ends the process from the link's thread."""
+        """Returns the exit code of an orderly shutdown; on a failure the heartbeat thread exits the process."""
         try:
             core, worker, port = self._start()
             core.run()
         except Exception as error:
             self._link.send_failure(self._place.rank, error)
-            time.sleep(LEAVE_SECONDS)  # the leader ends this process
+            time.sleep(LEAVE_SECONDS)  # until the leader stops this process
             return 1
         self._link.send(messages.Ended(self._place.rank))
         worker.close()
         self._sender.close()
         self._mesh.close()
         port.close()
-        self._link.close(heard=self._spec.options.coverage is not None)  # a hub stays to the end, rank 0 may be gone
+        # a supervisor outlives its ranks; rank 0 may have exited
+        self._link.close(heard=self._spec.options.coverage is not None)
         if self._folder is not None:
             self._folder.remove()
         return 0
@@ -100,7 +101,7 @@ class SchedulingRank:
         welcome = self._link.welcome.result()
         own, followers = self._prepare(welcome), options.followers_of(self._place.group)
         if not self._sender.wait_subscribed(followers, options.limits.silent + options.limits.progress):
-            raise EngineDeadError(f"{self._place.name}: a rank of the group does not listen for plans")
+            raise EngineDeadError(f"{self._place.name}: a rank of the group did not subscribe to plans")
         self._own.set_result(own)
         self._progress.ready = True
         self._front_address = spec.front.from_core_address if spec.front is not None else welcome.front_address
@@ -143,11 +144,11 @@ class SchedulingRank:
         return self._place.size
 
     def tell_failed(self, message: str, *, peer_lost: bool, generation: int) -> None:
-        """Tells the leader of a failed step."""
+        """Reports a failed step to the leader."""
         self._link.send(messages.Failed(self._place.rank, message, peer_lost, generation=generation))
 
     def _leave(self, reason: str) -> NoReturn:
-        """Tells the front end, too: where the leader has stopped, nobody else will."""
+        """Reports to the front end as well: if the leader has stopped, no other process does."""
         if self._link.go.done():
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             with context.socket(zmq.PUSH) as front:
@@ -158,7 +159,7 @@ class SchedulingRank:
         leave(reason)
 
     def _call(self, method: str) -> Future[Any]:
-        """Calls come when all ranks are ready."""
+        """Calls arrive only after all ranks are ready."""
         return call_one(self._own.result(), method)
 
     def _sign(self) -> messages.Beat:
@@ -167,7 +168,7 @@ class SchedulingRank:
 
 
 class _LinkedWatch:
-    """Implements `Watch` of `executor.leader_worker` by messages to the leader, which names the ranks that are left."""
+    """Implements `executor.leader_worker.Detector` by messages to the leader, which announces the surviving ranks."""
 
     verdict: RankLost | None = None
 
@@ -191,7 +192,7 @@ class _LinkedWatch:
 
     def regroup(self, survivors: Survivors) -> None:
         if survivors.generation <= self.survivors.generation or len(survivors.alive) != self._rank.world_size:
-            return  # an announcement that came twice, or is of another world
+            return  # a duplicate announcement, or one of another world
         self.survivors = survivors
         for listener in self._listeners:
             listener(survivors)

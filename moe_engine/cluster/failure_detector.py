@@ -1,7 +1,7 @@
-"""Who of a group's ranks lives, who is late and who is lost: every sign of them comes here, and one verdict goes out.
+"""Failure detector of a rank group: from heartbeats, exits and reported errors it finds late and lost ranks.
 
-Silence is counted in this process's own ticks, not by comparing clocks: a time in which the watching process was itself
-held up counts for two ticks at most, so a machine that sleeps or swaps does not lose its ranks.
+Silence is measured in this process's own ticks, not by comparing clocks: an interval in which this process was itself
+blocked counts as two ticks at most, so that a machine that sleeps or swaps does not lose its ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ logger = logging.getLogger("moe_engine")
 TICK_SECONDS = 0.1
 RECENT_STEPS = 32
 GATHER_SECONDS = 0.15
-"""After a loss, for others that go at the same moment: the ranks that are left regroup once."""
+"""After a loss, wait this long for simultaneous losses, so that the survivors regroup only once."""
 NOBODY_BEHIND = 1 << 60
 NO_FACTS: Mapping[str, Any] = {}
 SUSPECT_SILENT_SECONDS = 0.8
-"""Silence enough to be the one, when a collective has failed and so somebody is lost."""
+"""Silence limit once a collective has failed, which means that some rank is lost."""
 
 
 class Silence:
-    """Seconds since something was last heard, as far as this process was awake."""
+    """Seconds since the last event, not counting time in which this process was blocked."""
 
     def __init__(self, tick: float = TICK_SECONDS) -> None:
         self._tick = tick
@@ -58,18 +58,21 @@ class RankState:
     position: Position = field(default_factory=Position)
     silence: Silence = field(default_factory=Silence)
     still: Silence = field(default_factory=Silence)
-    """Since it last moved on."""
+    """Since its position last changed."""
     told: bool = False
-    """That it is late where it is now, or in its start silent, was logged."""
+    """The 'late' or 'silent during startup' warning for this position was already logged."""
 
 
 class FailureDetector:
-    """Gathers signs from any thread; `tick` belongs to one. Implements `executor.leader_worker.Watch`.
+    """Receives events from any thread; `tick` belongs to one. Implements `executor.leader_worker.Detector`.
+
+    Attributes:
+        verdict: the error that stops the group, or None.
 
     Args:
-        position: where rank 0 is, where this process is it; None where rank 0 is watched like any other.
-        own: (host, pid) of rank 0, where this process is it.
-        coverage: where ranks may be lost without a verdict, as long as it covers those that are left.
+        position: position of rank 0 if this process is rank 0; None if rank 0 is monitored like any other.
+        own: (host, pid) of rank 0 if this process is rank 0.
+        coverage: if set, ranks may be lost without failing the group as long as it covers the survivors.
     """
 
     def __init__(
@@ -83,11 +86,11 @@ class FailureDetector:
         self.verdict: RankLost | None = None
         self.survivors = Survivors((True,) * len(places))
         self._coverage = coverage
-        self._missing: dict[int, str] = {}  # ranks lost since the last announcement, and how
+        self._missing: dict[int, str] = {}  # ranks lost since the last announcement, with causes
         self._gathering = Silence()
         self._on_survivors: list[Callable[[Survivors], None]] = []
         self.config_error = False
-        """Whether the verdict is about a flag or a checkpoint, which is for the user to mend."""
+        """Whether the failure is a user error: a flag or a checkpoint."""
         self._limits = limits
         self._position = position
         self._ranks = [RankState(place) for place in places]
@@ -96,14 +99,14 @@ class FailureDetector:
         self._listeners: list[Callable[[RankLost], None]] = []
         self._seconds: deque[float] = deque([0.0], RECENT_STEPS)
         self.armed = False
-        """Whether all are ready, so that a beat that is missing tells something."""
+        """Whether all ranks are ready: from then on missing beats count."""
         self.ending = False
-        """Whether ranks were told to end, or have: their going is no loss."""
+        """Whether shutdown has begun: exits of ranks are no failures."""
         self._suspicion: tuple[int, str] | None = None
         self._suspected = Silence()
         self._slow_told = -1
 
-    # -- signs
+    # -- events
 
     def joined(self, rank: int, host: str, pid: int, plan_address: str = "") -> None:
         state = self._ranks[rank]
@@ -115,7 +118,7 @@ class FailureDetector:
         self._moved(self._ranks[rank], position)
 
     def runs(self, rank: int) -> None:
-        """Its process lives and can be reached."""
+        """Its process is alive and reachable."""
         state = self._ranks[rank]
         state.silence.heard()
         if not self.armed:
@@ -129,7 +132,7 @@ class FailureDetector:
         step_address: str = "",
         facts: Mapping[str, Any] = NO_FACTS,
     ) -> None:
-        """Ranks with other kernels would differ in the last bits and so, some day, in a token."""
+        """Fails if ranks chose different kernels: results would differ in the last bits and eventually in a token."""
         with self._lock:
             state = self._ranks[rank]
             state.core_address, state.step_address, state.facts = core_address, step_address, facts
@@ -139,7 +142,7 @@ class FailureDetector:
                 if None not in (expected, other.kernels) and other.kernels != expected:
                     self._decide(
                         f"{self.describe(other.place.rank)} chose the kernels {other.kernels}, rank 0 {expected}: "
-                        "name the same for all with --attention-backend and its like",
+                        "set the same for all with --attention-backend and the other backend flags",
                         config_error=True,
                     )
             state.loaded = True
@@ -152,8 +155,8 @@ class FailureDetector:
     def failed(
         self, rank: int, message: str, *, peer_lost: bool = False, config_error: bool = False, generation: int = 0
     ) -> None:
-        """With `peer_lost` the rank at fault is another, which gets time to show; else it is this one. In groups that
-        were given up since, failing is no news."""
+        """A rank failed. With `peer_lost` another rank is at fault, which the detector then waits to identify. Failures
+        in process groups that were abandoned since are ignored."""
         if generation != self.survivors.generation or self._missing:
             return
         if not peer_lost:
@@ -166,24 +169,24 @@ class FailureDetector:
     def stepped(self, seconds: float) -> None:
         self._seconds.append(seconds)
 
-    # -- answers
+    # -- queries
 
     @property
     def all_loaded(self) -> bool:
         return all(state.loaded for state in self._ranks)
 
     def plan_address_of(self, group: int) -> str:
-        """Where a group's plans come from; empty until its scheduler is up."""
+        """Address of a group's plan channel; empty until its scheduler has started."""
         return self._scheduler_of(group).plan_address
 
     @property
     def core_addresses(self) -> list[str]:
-        """Of all schedulers, by group, when all have loaded; empty for this process's own."""
+        """Of all schedulers, by group, once all have loaded; empty for this process's own."""
         return [state.core_address for state in self._ranks if state.place.leads]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What rank 0's core told of itself, where this process is not it."""
+        """The facts sent by rank 0's core, if that is another process."""
         return dict(self._ranks[0].facts)
 
     @property
@@ -205,10 +208,10 @@ class FailureDetector:
         state = self._ranks[rank]
         several = any(other.place.node_rank for other in self._ranks)
         host = f" on {state.host or f'node {state.place.node_rank}'}" if several else ""
-        return f"{state.place.name} (pid {state.pid}{host})" if state.pid else f"{state.place.name} (not there{host})"
+        return f"{state.place.name} (pid {state.pid}{host})" if state.pid else f"{state.place.name} (not joined{host})"
 
     def waited_for(self) -> str:
-        """The ranks that are not ready: whom a start waits for."""
+        """The ranks that are not ready, with their startup phases."""
         return ", ".join(
             self.describe(state.place.rank) + (f" {state.position.phase}" if state.pid else "")
             for state in self._ranks
@@ -216,7 +219,7 @@ class FailureDetector:
         )
 
     def on_verdict(self, listener: Callable[[RankLost], None]) -> None:
-        """Calls `listener(verdict)` once, at once if it is known already."""
+        """Calls `listener(failure)` once; at once if the group has failed already."""
         with self._lock:
             self._listeners.append(listener)
             verdict = self.verdict
@@ -224,24 +227,24 @@ class FailureDetector:
             listener(verdict)
 
     def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
-        """Calls `listener` each time ranks were lost and the others go on."""
+        """Calls `listener` whenever ranks were lost and the others continue."""
         self._on_survivors.append(listener)
 
     # -- time
 
     def arm(self) -> None:
-        """The start is over: from now on lateness counts, and silence sooner."""
+        """Startup is over: late ranks are reported from now on, and the silence limit is shorter."""
         for state in self._ranks:
             state.silence.heard()
             state.still.heard()
         self.armed = True
 
     def end(self) -> None:
-        """From now on the going of a rank is no loss."""
+        """Shutdown has begun: exits of ranks are no failures."""
         self.ending = True
 
     def give_up(self, message: str, *, config_error: bool = False) -> None:
-        """A verdict that names its ranks itself."""
+        """Fails the group with this message, which names the ranks itself."""
         self._decide(message, config_error)
 
     def tick(self, elapsed: float) -> None:
@@ -269,7 +272,7 @@ class FailureDetector:
             self._find_silent_start()
 
     def _seen(self, rank: int) -> str:
-        """Where a rank was by its last sign, and, as that may be a moment old, where this process is."""
+        """A rank's last reported position and, because that may be outdated, rank 0's current one."""
         where = f"last sign: {self._ranks[rank].position.describe()}"
         if self._position is None or not self.armed:
             return where
@@ -280,13 +283,13 @@ class FailureDetector:
         self._decide_silent([state for state in self._living if state.silence.seconds > limit])
 
     def _find_silent_start(self) -> None:
-        """Of those that have been there; the others are named while they are waited for."""
+        """Checks ranks that have joined; `waited_for` lists the others."""
         joined = [state for state in self._ranks if state.pid]
         for state in joined:
             if state.silence.seconds > self._limits.start_late and not state.told:
                 state.told = True
                 name, where = self.describe(state.place.rank), self._seen(state.place.rank)
-                logger.warning("%s gives no sign for %.1f s of the start (%s)", name, state.silence.seconds, where)
+                logger.warning("%s silent for %.1f s during startup (%s)", name, state.silence.seconds, where)
         self._decide_silent([state for state in joined if state.silence.seconds > self._limits.start_silent])
 
     def _decide_silent(self, silent: list[RankState]) -> None:
@@ -297,12 +300,12 @@ class FailureDetector:
             self._lose(ranks, f"{names} silent for {seconds:.1f} s: stopped, or its machine or link is down ({seen})")
 
     def _tell_late(self) -> None:
-        """Ranks that others are ahead of and that do not move; or, where all stand still together, the step."""
+        """Logs ranks that are stuck behind others; or the step, if all ranks are stuck at the same position."""
         limit, living = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._living
         front = max(state.position.order for state in living)
         if all(state.position.step < 0 and state.position.order == front for state in living):
             for state in living:
-                state.still.heard()  # at rest
+                state.still.heard()  # idle
             return
         still = [state for state in living if state.still.seconds > limit]
         for state in still:
@@ -318,11 +321,11 @@ class FailureDetector:
             logger.warning("Every rank is slow: %s, %.1f s", leader.describe(), seconds)
 
     def _decide_suspicion(self, rank: int, message: str) -> None:
-        """A collective failed and nobody died or fell silent: the rank that is furthest behind did not come to it."""
+        """A collective failed and no rank died or fell silent: the rank furthest behind never entered it."""
         last = min(self._living, key=lambda state: state.position.order)
         if last.position.order < max(state.position.order for state in self._living):
             name, where = self.describe(last.place.rank), last.position.describe()
-            self._decide(f"{name} did not come along: {where}; on {self._ranks[rank].place.name}: {message}")
+            self._decide(f"{name} never entered the collective: {where}; on {self._ranks[rank].place.name}: {message}")
         else:
             self._decide(f"{self.describe(rank)} failed: {message}")
 
@@ -333,19 +336,19 @@ class FailureDetector:
         state.position = position
 
     def _lose(self, ranks: Sequence[int], message: str) -> None:
-        """These are gone. A verdict, unless the others can do without."""
+        """Ranks are lost: fails the group unless the others can continue."""
         with self._lock:
-            gone = [rank for rank in ranks if self.survivors.alive[rank] and rank not in self._missing]
-            if not gone:
+            new = [rank for rank in ranks if self.survivors.alive[rank] and rank not in self._missing]
+            if not new:
                 return
-            left = sum(self.survivors.alive) - len(self._missing) - len(gone)
+            left = sum(self.survivors.alive) - len(self._missing) - len(new)
             if self._coverage is None or not self.armed:
                 self._decide(message)
             elif left == 0 or not self._coverage.covers(left):
                 lost = "; ".join(dict.fromkeys([*self._missing.values(), message]))
                 self._decide(f"{lost}; {self._uncovered(self._coverage, left)}")
             else:
-                self._missing |= dict.fromkeys(gone, message)
+                self._missing |= dict.fromkeys(new, message)
                 self._gathering.heard()
 
     def _uncovered(self, coverage: Coverage, left: int) -> str:
@@ -356,7 +359,7 @@ class FailureDetector:
         )
 
     def _announce(self) -> None:
-        """Those that were lost a moment ago, all at once, to everybody."""
+        """Announces all recent losses to the survivors at once."""
         with self._lock:
             alive = tuple(lives and rank not in self._missing for rank, lives in enumerate(self.survivors.alive))
             lost = "; ".join(dict.fromkeys(self._missing.values()))

@@ -1,5 +1,5 @@
-"""Rank 0's side of a world that needs all of its ranks: brings them up, hands out the worker that drives its own group,
-takes all down. Where ranks may be lost, a `RankSupervisor` stands above them instead.
+"""Multi-process executor on rank 0 for a world that needs all of its ranks: starts them, provides the leader worker of
+rank 0's group, stops them. With --elastic-ep a `RankSupervisor` replaces it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moe_engine")
 
 STOP_SECONDS = 5.0
-"""For followers to finish the steps that they were sent."""
+"""Time for followers to finish the steps sent to them."""
 LEAVE_SECONDS = 0.6
-"""For followers to hear and to say why they leave."""
+"""Time for followers to receive the reason and log it."""
 
 
 class MultiprocExecutor:
-    """The ranks of one model. The process that holds it ends by `os._exit` after a `RankLost`: a thread of it may
-    hang in a collective.
+    """The ranks of one model replica. After a `RankLost` the owning process must exit by `os._exit`: one of its threads
+    may hang in a collective.
 
     Args:
-        spec: of this core, whose folder has the sockets of a single node.
+        spec: of this core; its folder holds the sockets of a single node.
     """
 
     def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
@@ -73,7 +73,7 @@ class MultiprocExecutor:
         }
         self._control = ControlServer(control, options, self.watch, self._show)
         self.address = self._control.address
-        """Where ranks join."""
+        """Address at which ranks join."""
         self._sender = PlanSender(plans, options.keys)
         self._mesh = StepExchange(0, options.num_groups, steps, options.keys) if options.num_groups > 1 else None
         self._ranks = LocalRanks(config, options, self.address, self.watch.died, log_level, spec)
@@ -85,11 +85,11 @@ class MultiprocExecutor:
         return self._ranks.pids
 
     def start(self) -> tuple[LeaderWorker, Any]:
-        """Returns when every rank is ready: the worker of rank 0's group, and its own inside it.
+        """Blocks until every rank is ready. Returns the worker of rank 0's group, and rank 0's own worker inside it.
 
         Raises:
-            ConfigError: a rank refused the configuration or the checkpoint.
-            RankLost: a rank failed, died or did not come; names it.
+            ConfigError: a rank rejected the configuration or the checkpoint.
+            RankLost: a rank failed, died or did not join; names it.
         """
         began = time.monotonic()
         prepared: list[Any] = []
@@ -99,7 +99,7 @@ class MultiprocExecutor:
             if self._lost.wait(0.01):
                 self._raise()
         if not self._sender.wait_subscribed(self._options.followers_of(0), self._options.limits.silent):
-            self.watch.give_up("a rank is ready but does not listen for plans")
+            self.watch.give_up("a rank is ready but did not subscribe to plans")
             self._raise()
         self.watch.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
@@ -108,7 +108,7 @@ class MultiprocExecutor:
         return self._worker, own
 
     def dp_sync(self) -> DPSync | None:
-        """With the schedulers of the other groups, after `start`; None with a single group."""
+        """Step sync with the schedulers of the other groups, after `start`; None with a single group."""
         if self._mesh is None:
             return None
         self._mesh.connect(self.watch.step_addresses)
@@ -120,18 +120,18 @@ class MultiprocExecutor:
         return None if self._mesh is None else self._mesh.socket
 
     def check(self) -> None:
-        """Raises `RankLost` when a rank is lost."""
+        """Raises `RankLost` if a rank is lost."""
         if self._worker is not None:
             self._worker.check()
 
     def close(self) -> None:
-        """Ends all ranks: after the steps in work, or at once if the group lost one."""
+        """Stops all ranks: after the steps in flight, or at once if a rank was lost."""
         if self.watch.verdict is None and self._worker is not None:
             self.watch.end()
             self._worker.close()
             self._ranks.stop(STOP_SECONDS)
         else:
-            self.watch.give_up("the start was broken off")
+            self.watch.give_up("startup was aborted")
             self._ranks.stop(LEAVE_SECONDS)
         self._sender.close()
         if self._mesh is not None:
@@ -155,7 +155,7 @@ class MultiprocExecutor:
         self.watch.loaded(0, kernels_of(worker), step_address=steps)
 
     def _meet(self) -> None:
-        """Opens the store, tells the others where it is, and joins them."""
+        """Opens the store, sends its address to the other ranks, and joins them."""
         options = self._options
         host = LOOPBACK if options.leader_address is None else host_of(self.address)
         self._store = open_store(options, host)
@@ -166,7 +166,7 @@ class MultiprocExecutor:
         RankWorld(options, options.places[0], host, self._store.port, self._store).join()
 
     def _show(self, group: int, values: list[float]) -> None:
-        if group in self._boards:  # else its board is on this node
+        if group in self._boards:  # else its status file is on this node
             self._boards[group].unpack(values)
 
     def _raise(self) -> None:

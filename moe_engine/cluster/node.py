@@ -1,7 +1,7 @@
-"""A node without the leader: starts its ranks, says when one of them dies, and leaves with the leader.
+"""Launcher of a node without the leader (--node-rank > 0): starts its ranks, reports deaths, exits with the leader.
 
-SIGTERM is left to the leader, which drains first: a cluster's scheduler sends it to every node at once. A second one,
-or Ctrl-C, ends this node's ranks at once.
+The first SIGTERM is ignored, because a cluster scheduler sends it to every node at once and the leader drains first. A
+second one, or Ctrl-C, stops this node's ranks at once.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ logger = logging.getLogger("moe_engine")
 
 POLL_SECONDS = 0.1
 LAST_RANK_SECONDS = 5.0
-"""For the other ranks of a node to leave once the first has."""
+"""Time for the other ranks of a node to exit after the first one."""
 LEAVE_SECONDS = 1.0
 REPORT_SECONDS = 20.0
-"""For node 0 to come up and to learn that this node cannot take part."""
+"""Time for node 0 to start and to receive this node's refusal."""
 
 
 class _NodeRanks:
-    """The ranks of a replica on this node, where another node leads it.
+    """This node's ranks of a replica led by another node.
 
     Args:
-        lost: called once, from another thread, when the replica is lost, with the reason.
+        lost: called once, from another thread, with the reason when the replica is lost.
 
     Raises:
         ConfigError: the leader's host is unknown.
@@ -60,11 +60,11 @@ class _NodeRanks:
 
     @property
     def returncodes(self) -> list[int | None]:
-        """Of each rank; None for one that runs."""
+        """Exit code per rank; None while it runs."""
         return self._ranks.returncodes
 
     def poll(self) -> None:
-        """Tells the leader of ranks that a signal holds. To be called often."""
+        """Reports ranks stopped by a signal to the leader. To be called often."""
         self._ranks.find_held(self._rank_exited)
 
     def kill(self) -> None:
@@ -76,16 +76,16 @@ class _NodeRanks:
 
 
 def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") -> int:
-    """Runs the ranks of node `options.node_rank` until the leader ends them; returns this process's exit code.
+    """Runs the ranks of node `options.node_rank` until the leader stops them; returns this process's exit code.
 
     Raises:
         ConfigError: the leader's host is unknown, or the leader refuses the connection.
-        EngineDeadError: the leader did not answer in time.
+        EngineDeadError: the leader did not reply in time.
     """
     ranks: _NodeRanks
 
     def leave(reason: str) -> NoReturn:
-        logger.error("Node %d leaves: %s", options.node_rank, reason)
+        logger.error("Node %d exits: %s", options.node_rank, reason)
         ranks.kill()
         os._exit(1)
 
@@ -95,14 +95,14 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
             wait_for_leader(ranks.link, options.node_rank, options.limits)
             _wait_for_ranks(ranks)
         if any(ranks.returncodes):
-            time.sleep(LEAVE_SECONDS)  # the leader says why and `leave` logs it
+            time.sleep(LEAVE_SECONDS)  # the leader sends the reason and `leave` logs it
     finally:
         ranks.close()
     return int(any(ranks.returncodes))
 
 
 def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
-    """Ends the start on node 0, for a reason that only this node sees; whether node 0 has answered in time."""
+    """Aborts the startup on node 0 for a reason that only this node knows; whether node 0 replied in time."""
     report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
     link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     link.setsockopt(zmq.LINGER, 0)
@@ -114,11 +114,11 @@ def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
 
 
 def wait_for_leader(link: HeartbeatClient, node_rank: int, limits: WatchLimits) -> None:
-    """Until node 0 has answered.
+    """Blocks until node 0 has replied.
 
     Raises:
-        ConfigError: it refuses the connection: this node has another secret, or one of the two has none.
-        EngineDeadError: it did not answer in time.
+        ConfigError: it refuses the connection: the two nodes' secrets differ, or only one of them has one.
+        EngineDeadError: it did not reply in time.
     """
     began = told = time.monotonic()
     while not link.met.wait(min(POLL_SECONDS, limits.progress)):
@@ -130,7 +130,7 @@ def wait_for_leader(link: HeartbeatClient, node_rank: int, limits: WatchLimits) 
         if now - began > limits.start:
             raise EngineDeadError(
                 f"node {node_rank} has waited {now - began:.0f} s for the leader (node 0) at {link.address}: "
-                "is it started, and is --dist-init-addr its address?"
+                "check that it is running and that --dist-init-addr is its address"
             )
         if now - told >= limits.progress:
             told = now
@@ -148,10 +148,10 @@ def _wait_for_ranks(ranks: _NodeRanks) -> None:
 
 @contextlib.contextmanager
 def _first_sigterm_ignored() -> Iterator[None]:
-    """As the head of this file has it."""
+    """See the module docstring."""
 
     def once(number: int, frame: object) -> None:
-        logger.info("SIGTERM: the leader drains and then ends this node; a second one ends it at once")
+        logger.info("SIGTERM: the leader drains and then stops this node; a second SIGTERM stops it at once")
         signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
 
     before = signal.signal(signal.SIGTERM, once)

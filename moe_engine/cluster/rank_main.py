@@ -1,8 +1,8 @@
-"""The process of a follower rank: joins the others, builds its worker and runs the leader's plans until told to stop.
+"""Rank process (follower): joins the group, builds its worker and runs the leader's plans until stopped.
 
 Run as ``python -m moe_engine.cluster.rank_main`` by `cluster.rank_process`, specification on standard input. Three
-things go on at once: this thread receives plans, the worker's thread runs them, the link's thread shows that the
-process lives and ends it when the leader says so or is gone.
+threads: this one receives plans, the worker's thread runs them, the heartbeat thread sends beats and exits the process
+when the leader requests it or is lost.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class Follower:
         )
 
     def run(self) -> int:
-        """Returns the exit code after an orderly end; a lost group ends the process from the link's thread."""
+        """Returns the exit code of an orderly shutdown; on a failure the heartbeat thread exits the process."""
         try:
             self._run()
         except Exception as error:
             self._link.send_failure(self._rank, error)
-            time.sleep(LEAVE_SECONDS)  # the leader ends this process
+            time.sleep(LEAVE_SECONDS)  # until the leader stops this process
             return 1
         return 0
 
@@ -104,10 +104,10 @@ class Follower:
                 continue
             if isinstance(message, Stop):
                 break
-            if message is not None:  # plans come when all ranks are ready
+            if message is not None:  # plans arrive only after all ranks are ready
                 self._progress.begin(message.plan)
                 if self._said_idle:
-                    self._link.hurry()  # so that the leader knows where we are if this is our last step
+                    self._link.hurry()  # so that the leader knows our position if this step hangs
                 preparing.result().execute(message.plan).add_done_callback(self._stepped)
         if preparing.done() and not preparing.exception():
             preparing.result().close()
@@ -133,7 +133,7 @@ class Follower:
             self._link.send_failure(self._rank, error)
 
     def _call(self, method: str) -> Future[Any]:
-        """Calls come when all ranks are ready."""
+        """Calls arrive only after all ranks are ready."""
         return call_one(self._worker.result(), method)
 
     def _sign(self) -> messages.Beat:

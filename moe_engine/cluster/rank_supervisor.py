@@ -1,7 +1,7 @@
-"""The process above ranks that may be lost: it has no model, so that each of them is one like the others.
+"""Rank supervisor of --elastic-ep: parent process of all ranks, without a model, so that any rank may be lost.
 
-All that a world hangs on is here: the watch, the control channel, the store through which ranks meet. Every rank is a
-child with a scheduler of its own, which the front end reaches directly.
+It holds everything the world depends on: failure detector, control channel, rendezvous store. Every rank is a child
+process with its own scheduler, which the front end reaches directly.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moe_engine")
 
 STOP_SECONDS = 5.0
-"""For ranks that have served to the end to leave."""
+"""Time for ranks to exit after an orderly shutdown."""
 LEAVE_SECONDS = 0.6
-"""For ranks to hear and to say why they leave."""
+"""Time for ranks to receive the reason and log it."""
 LOOK_SECONDS = 0.01
 
 
@@ -41,7 +41,7 @@ class RankSupervisor:
     """The ranks of one model on one node, each an attention group.
 
     Args:
-        spec: of this process, whose folder has the sockets and boards.
+        spec: of this process; its folder holds the sockets and status files.
     """
 
     def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
@@ -60,11 +60,11 @@ class RankSupervisor:
         self._served = False
 
     def start(self) -> dict[str, Any]:
-        """Returns when every rank is ready: the facts of `messages.CoreReady`.
+        """Blocks until every rank is ready; returns the facts of `messages.CoreReady`.
 
         Raises:
-            ConfigError: a rank refused the configuration or the checkpoint.
-            RankLost: a rank failed, died or did not come; names it.
+            ConfigError: a rank rejected the configuration or the checkpoint.
+            RankLost: a rank failed, died or did not join; names it.
         """
         began = time.monotonic()
         start_watched("store", self._open, self._watch.give_up)
@@ -78,13 +78,13 @@ class RankSupervisor:
         return {**self._watch.facts, "core_addresses": self._watch.core_addresses}
 
     def run(self, tell: Callable[[GroupsLost], None]) -> None:
-        """Until the ranks have served to the end.
+        """Blocks until the orderly shutdown of the ranks.
 
         Args:
-            tell: told which groups are lost, each time the others go on.
+            tell: called with the lost groups, each time the others continue.
 
         Raises:
-            RankLost: they cannot go on.
+            RankLost: the survivors cannot continue.
         """
         alive = (True,) * self._options.size
         while not self._watch.ending:
@@ -99,19 +99,19 @@ class RankSupervisor:
         self._served = True
 
     def close(self) -> None:
-        """Ends all ranks: those that have served to the end leave by themselves."""
+        """Stops all ranks; after an orderly shutdown they exit by themselves."""
         if not self._served:
-            self._watch.give_up("the start was broken off")
+            self._watch.give_up("startup was aborted")
         self._ranks.stop(STOP_SECONDS if self._served else LEAVE_SECONDS)
         self._control.close()
 
     def _open(self) -> None:
-        """Opens the store and tells the ranks where it is."""
+        """Opens the store and sends its address to the ranks."""
         options = self._options
         try:
             self._store = open_store(options, LOOPBACK)
         except Exception as error:
-            self._watch.give_up(f"the store through which ranks meet cannot be opened: {error}")
+            self._watch.give_up(f"the rendezvous store cannot be opened: {error}")
             return
-        leader = f"the hub of all ranks (pid {os.getpid()})"
+        leader = f"the rank supervisor (pid {os.getpid()})"
         self._control.invite(rank_messages.Welcome("", LOOPBACK, self._store.port, leader))

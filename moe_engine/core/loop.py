@@ -1,7 +1,7 @@
-"""The loop of one rank: inbox -> scheduler -> worker -> events. One step in flight unless told otherwise.
+"""Engine core loop (overlap schedule): messages -> scheduler -> worker -> events. One step in flight by default.
 
-While step N runs on the worker's thread, this thread plans step N+1 (tokens that N will sample stay on the device),
-then takes N's result, appends its tokens and sends one message. The core never sees a tensor.
+While step N runs on the worker's thread, this thread plans step N+1 (tokens sampled by N stay on the device), then
+takes N's result, appends its tokens and sends one message. The core never handles tensors.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ if TYPE_CHECKING:
     from moe_engine.worker.eplb.expert_recovery import Recovered
 
 Regroup = Callable[[Callable[[], None]], "tuple[Survivors, Recovered]"]
-"""After `RanksChanged`: goes on with the ranks that are left. What it is given it calls from time to time."""
+"""After `RanksChanged`: regroups the surviving ranks. Polls its argument while waiting."""
 
 logger = logging.getLogger("moe_engine")
 
 IDLE_POLL_SECONDS = 0.2
-"""How often an idle core shows on the board that it is alive."""
+"""Interval of an idle core's liveness updates in the shared status."""
 CALL_POLL_SECONDS = 0.005
-"""How often an idle core looks whether its ranks have answered a call."""
+"""Poll interval of an idle core for its ranks' replies to a call."""
 BOARD_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
 
-class Port(Protocol):
+class CoreTransport(Protocol):
     """Messages to and from the front end."""
 
     def receive(self, timeout: float) -> list[messages.Message]:
-        """Everything that has arrived; waits up to `timeout` seconds for a first message."""
+        """All queued messages; waits up to `timeout` seconds for the first one."""
 
     def send(self, message: messages.Message) -> None: ...
 
 
 class EngineCore:
-    """Drives a scheduler and a worker until told to shut down."""
+    """Drives a scheduler and a worker until shutdown."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class EngineCore:
     ) -> None:
         """
         Args:
-            check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost, `RanksChanged`
-                when the others go on without it.
-            first_half: tokens of a plan's first half, where steps are cut in two.
-            problem_of: why a plan must not run; it then fails before any rank has begun it.
-            dp_sync: with the schedulers of the other attention groups, where there are any.
-            experts: answers control calls about them.
+            check: called every iteration; raises `EngineDeadError` if a rank behind the worker is lost, `RanksChanged`
+                if the other ranks continue without it.
+            first_half: tokens of a plan's first half for two-batch overlap; 0: not split.
+            problem_of: why a plan must not run, or None; such a plan fails before any rank has begun it.
+            dp_sync: step sync with the schedulers of the other attention groups; None with a single group.
+            experts: handles expert-recording calls.
             group: attention group that this core serves.
-            regroup: where ranks may be lost.
+            regroup: set if the engine survives lost ranks.
         """
         self._scheduler = scheduler
         self._worker = worker
@@ -107,7 +107,7 @@ class EngineCore:
         self._problem_of = problem_of
         self._experts = experts
         self._group, self._regroup_ranks = group, regroup
-        self._calls: list[tuple[int, Future[Any]]] = []  # begun, not answered yet
+        self._calls: list[tuple[int, Future[Any]]] = []  # begun, without a reply yet
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
         self._ended = False
@@ -117,7 +117,7 @@ class EngineCore:
         self._board_written = 0.0
 
     def run(self) -> None:
-        """Serves until a `Shutdown`. Raises what makes it impossible to go on; the front end tells all requests."""
+        """Serves until a `Shutdown`. Raises unrecoverable errors; the front end then fails all requests."""
         while not self._ended:
             try:
                 self._loop()
@@ -125,8 +125,7 @@ class EngineCore:
                 self._regroup()
 
     def _regroup(self) -> None:
-        """Ranks were lost: what ran here waits again, and goes on as soon as those that are left have found each
-        other."""
+        """Ranks were lost: running requests return to the queue and resume once the survivors have regrouped."""
         dp_sync, since = self._dp_sync, self._last_turn
         assert dp_sync is not None and self._regroup_ranks is not None
         known = dp_sync.generation
@@ -159,15 +158,15 @@ class EngineCore:
             self._note_busy(not idle)
             self._last_turn = time.monotonic()
             self._board.write(last_turn=self._last_turn)
-            rests = idle and not self._stopping
-            patience = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
-            for message in self._port.receive(patience if rests else 0.0):
+            may_wait = idle and not self._stopping
+            timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
+            for message in self._port.receive(timeout if may_wait else 0.0):
                 self._handle(message)
             self._answer_calls()
             self._step()
 
     def _has_ended(self, idle: bool) -> bool:
-        """Told to stop, and nothing is left to do, for the other attention groups either."""
+        """Whether shutdown was requested and no work is left, in the other attention groups either."""
         if self._stopping is None:
             return False
         if self._dp_sync is None:
@@ -177,7 +176,7 @@ class EngineCore:
             return True
         return False
 
-    # -- one turn
+    # -- one iteration
 
     def _step(self) -> None:
         hold = self._dp_sync is not None and not self._dp_sync.may_prefill()
@@ -200,7 +199,7 @@ class EngineCore:
         self._collect(behind=launched)
 
     def _agree(self, dp_sync: DPSync, plan: StepPlan | None) -> StepPlan | None:
-        """The plan with everybody's facts; an empty one to join a step of others; None if nobody has anything."""
+        """The plan with all groups' facts; an idle batch to join a step of other groups; None if no group has work."""
         scheduler = self._scheduler
         leaving = self._stopping is not None and not scheduler.book.live
         if plan is None:
@@ -220,8 +219,8 @@ class EngineCore:
         return dp_sync.sync_step(plan, facts)
 
     def _collect(self, behind: tuple[StepPlan, Future[StepResult]] | None = None) -> bool:
-        """Waits for the step in flight, if any, and sends what it brought; then `behind` is in flight. Without overlap
-        it is waited for, too. False if a step failed."""
+        """Waits for the step in flight, if any, and sends its output; then `behind` is in flight. Without overlap it
+        waits for `behind` too. False if a step failed."""
         if self._in_flight is not None:
             plan, future = self._in_flight
             self._in_flight = None
@@ -240,10 +239,10 @@ class EngineCore:
         return behind is None or self._overlap or self._collect()
 
     def _step_failed(self, plan: StepPlan, error: Exception, behind: Future[StepResult] | None) -> None:
-        """A step raised: what it was to compute is tried again, each request alone (`Scheduler.step_failed`).
+        """A step raised: its requests are retried one at a time (`Scheduler.step_failed`).
 
         Args:
-            behind: a step that was built on it. What it brings is not used.
+            behind: the step planned behind it. Its result is discarded.
         """
         if behind is not None:
             try:
@@ -257,7 +256,7 @@ class EngineCore:
         reason = f"step {plan.number} failed: {type(error).__name__}: {error}"
         self._publish(self._scheduler.step_failed(plan.number, reason))
         if self._scheduler.is_broken:
-            message = "steps of different requests failed one after the other, and none worked between them"
+            message = "consecutive steps of different requests failed, without a successful step between them"
             raise RuntimeError(f"{message}; the last: {reason}") from error
 
     # -- messages
@@ -322,7 +321,7 @@ class EngineCore:
         )
 
     def _answer_calls(self) -> None:
-        """Sends the answers of the calls that have been waited for."""
+        """Sends the replies of finished calls."""
         waiting = []
         for call_id, future in self._calls:
             if not future.done():
@@ -389,7 +388,7 @@ class EngineCore:
 
 
 def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
-    """One for each event. Most only bring a token: those take the short way, there are hundreds in a step."""
+    """One delta per event. Most events only carry a token: a fast path, because a step has hundreds of them."""
     plain = messages.RequestDelta
     return [
         plain(rid, tokens, None, None, None, cached, retractions)
@@ -415,6 +414,6 @@ def _delta(event: RequestEvent) -> messages.RequestDelta:
 
 
 def _queue_time(event: RequestEvent) -> float:
-    """Seconds from the queue to the first step; known with the last event."""
+    """Seconds from arrival in the queue to the first step; known at the last event."""
     timing = event.timing
     return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0

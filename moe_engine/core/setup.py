@@ -1,4 +1,4 @@
-"""An engine core's parts from the resolved configuration: for the core of a single rank and for those of many."""
+"""Builds an engine core (scheduler, loop, reporter) from the resolved configuration, for one rank or many."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_core(
 ) -> EngineCore:
     """
     Args:
-        driver: what runs the plans: the `worker` itself, or what leads its group.
+        driver: runs the plans: `worker` itself, or the `LeaderWorker` of its group.
     """
     logger.info(
         "%s",
@@ -117,7 +117,7 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
 
 
 def core_info(config: ResolvedConfig, worker: Worker) -> dict[str, Any]:
-    """The fields of `client_api.EngineInfo`, and what else is worth showing."""
+    """The fields of `client_api.EngineInfo`, plus facts of the worker."""
     return {
         "model_path": config.model_path,
         "served_model_name": config.served_model_name,

@@ -1,6 +1,6 @@
-"""The front end's end of the engine cores: submits requests, hands out what steps bring, notices death at once.
+"""Client of the engine cores: submits requests, distributes step outputs to their readers, detects dead cores.
 
-Requests are known by private ids (`AddRequest.rid`), which the front end never uses twice.
+Requests have internal ids (`AddRequest.rid`) that are never reused.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from moe_engine.types import FinishReason
 logger = logging.getLogger("moe_engine")
 
 DRAIN_SECONDS = 10.0
-"""For the core to leave once every client has its answer; only a step that nobody waits for can still run."""
+"""Grace for the cores' exit after all clients have their answers; only an unneeded step may still run."""
 MAX_MIGRATIONS = 3
-"""Most times that a request continues at another scheduler after its own is lost: a request that kills the rank that
-computes it must not reach all of them."""
+"""Max migrations per request after its scheduler dies. Bounds the damage of a poison request that crashes every rank
+it runs on."""
 BURST_DELTAS = 256
-"""Deltas handled at a stretch when many steps have arrived: then the other tasks of the loop have their turn."""
+"""Deltas handled in a row under load before the reader yields to the other tasks of the loop."""
 STOPPED = (zmq.ENOTSOCK, zmq.ETERM)
 """Errors of a socket that was closed because its core was stopped."""
 
@@ -51,24 +51,24 @@ class _SchedulerEndpoint:
     to_core: zmq.asyncio.Socket
     board: SharedStatus
     lost: str | None = None
-    """How the group was lost, where its core goes on without it."""
+    """Cause of the group's loss, if its core continues without it."""
 
     @property
     def dead(self) -> str | None:
-        """Why nothing can be sent to it."""
+        """Why it cannot receive requests, or None."""
         return self.core.dead or self.lost
 
     def send(self, message: messages.Message) -> None:
         if not self.dead and not self.to_core.closed:
-            # A PUSH socket without a high-water mark never blocks, so the returned future is done already.
+            # A PUSH socket without a high-water mark never blocks: the returned future is already done.
             self.to_core.send(messages.encode(message))
 
 
 class CoreClient:
-    """Implements `client_api.EngineClient` over the ready cores of one or several replicas. Lives on one event loop.
+    """Implements `client_api.EngineClient` over the ready cores of one or several replicas. Bound to one event loop.
 
-    A replica that dies takes its own requests with it; the others go on. Requests of an attention group that is lost
-    alone go on at another: it is told the prompt and the tokens that have come, and the reader only waits.
+    When a replica dies, its requests fail; the other replicas continue. When only an attention group is lost, its
+    requests migrate to another group, which gets the prompt and the tokens generated so far; readers just wait.
     """
 
     def __init__(self, cores: CoreProcess | Sequence[CoreProcess], info: EngineInfo, method: str = "auto") -> None:
@@ -84,7 +84,7 @@ class CoreClient:
         self._calls: dict[int, tuple[_SchedulerEndpoint, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
         self.closing = False
-        """Whether the cores were told to end."""
+        """Whether shutdown of the cores has begun."""
         loop = asyncio.get_running_loop()
         self._readers = []
         for core in self._cores:
@@ -100,7 +100,7 @@ class CoreClient:
             raise ValueError(f"request id {request.rid!r} is in use")
         number = self._choose(request)
         if len(self._lanes) > 1:
-            request.routed_dp_rank = number  # for the answer's meta_info
+            request.routed_dp_rank = number  # for the response's meta_info
         inbox = self._inboxes[request.rid] = Inbox(request, number, self._router.loads[number])
         finished = False
         try:
@@ -115,10 +115,10 @@ class CoreClient:
             if inbox.ended or lane.dead:
                 self._forget(inbox)
             else:
-                lane.send(messages.AbortRequest([request.rid], reason="client gone"))
+                lane.send(messages.AbortRequest([request.rid], reason="client disconnected"))
 
     def _forget(self, inbox: Inbox) -> None:
-        """Its scheduler has ended it, or is lost, and nobody reads it."""
+        """Drops a request without a reader whose scheduler has ended it or is lost."""
         del self._inboxes[inbox.request.rid]
         inbox.leave()
 
@@ -138,7 +138,7 @@ class CoreClient:
         for lane, answer in zip(lanes, answers):
             if isinstance(answer, BaseException) and (lane.core.dead or not lane.lost):
                 raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]  # of those that are left
+        return [answer for answer in answers if not isinstance(answer, BaseException)]   # of the schedulers still alive
 
     async def call_each(self, method: str, **args: Any) -> list[Any]:
         asked = (self._call(lane, method, args) for lane in self._alive())
@@ -176,7 +176,7 @@ class CoreClient:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = lane, future
         try:
-            if lane.dead:  # since it was chosen: nobody would answer
+            if lane.dead:  # died since it was chosen: it would never reply
                 raise EngineDeadError(lane.dead)
             lane.send(messages.Call(id=call_id, method=method, args=args))
             return await future
@@ -189,22 +189,22 @@ class CoreClient:
         return combine(self.healths())
 
     def healths(self) -> list[Health]:
-        """Of every scheduler."""
+        """One per scheduler."""
         return [_health(lane) for lane in self._lanes]
 
     def cause_of_death(self) -> str | None:
-        """Why nothing can be served any more; None while a replica lives."""
+        """Why no request can be served any more; None while a replica is alive."""
         return self._cause() if all(core.dead for core in self._cores) else None
 
     def stop_stalled(self, stall: Any) -> None:
-        """Ends replicas of which `stall(health)` says why they do not move: whoever waits gets the reason."""
+        """Kills replicas for which `stall(health)` returns a reason. Their requests fail with that reason."""
         for lane in self._lanes:
             reason = None if lane.dead else stall(_health(lane))
             if reason:
                 lane.core.kill(reason)
 
     async def shutdown(self, *, drain: bool = True) -> None:
-        """Ends the cores, after their running requests when `drain`. Safe to call twice."""
+        """Stops the cores, with `drain` after their running requests. Safe to call twice."""
         if self.closing:
             return
         self.closing = True
@@ -227,7 +227,7 @@ class CoreClient:
         frames = FrameReader(f"front end, from {core.name}", messages.decode_from_core)
         handled = 0
         while True:
-            # While messages have arrived, this wait returns at once and no other task runs.
+            # While messages are queued, this await returns at once and no other task runs.
             message = frames.take(await receiver.recv_multipart())
             handled += 1
             if isinstance(message, messages.StepOutput):
@@ -241,22 +241,22 @@ class CoreClient:
                 core.note_failure(message.message)
                 self._died(core, core.dead or "")
             elif message is not None:
-                frames.drop(f"{type(message).__name__}, which a core that serves does not send")
+                frames.drop(f"{type(message).__name__}, which a ready core never sends")
             if handled >= BURST_DELTAS:
                 handled = 0
                 await asyncio.sleep(0)
 
     def _reader_ended(self, core: CoreProcess, reader: asyncio.Task[None]) -> None:
-        """What a core sends is read no more: its requests end, and health is dead, with the reason."""
+        """The reader of a core stopped: its requests fail and its health is dead, with the reason."""
         if reader.cancelled() or self.closing:
             return
         error = reader.exception()
         if isinstance(error, zmq.ZMQError) and error.errno in STOPPED:
             return
-        logger.error("What %s sends is read no more", core.name, exc_info=error)
-        core.note_failure(f"the front end cannot take its messages: {type(error).__name__}: {error}")
+        logger.error("The reader of messages from %s failed", core.name, exc_info=error)
+        core.note_failure(f"the front end cannot read its messages: {type(error).__name__}: {error}")
         self._died(core, core.dead or "")
-        core.kill("its messages are read no more")
+        core.kill("the front end no longer reads its messages")
 
     def _step_brought(
         self, lanes: list[_SchedulerEndpoint], message: messages.StepOutput, frames: FrameReader[messages.FromCore]
@@ -266,11 +266,11 @@ class CoreClient:
             return
         lane = lanes[message.group]
         if lane.lost:
-            return  # sent before the loss: its requests are elsewhere already
+            return  # sent before the loss: its requests have already migrated
         for delta in message.deltas:
             inbox = self._inboxes.get(delta.rid)
             if inbox is None or self._lanes[inbox.lane] is not lane:
-                frames.drop(f"news of request {delta.rid!r:.100}, which is not at group {message.group}")
+                frames.drop(f"delta of request {delta.rid!r:.100}, which is not at group {message.group}")
                 continue
             inbox.take(delta)
             if inbox.ended and inbox.left:
@@ -279,14 +279,14 @@ class CoreClient:
     def _replied(self, core: CoreProcess, message: messages.Reply) -> None:
         lane, future = self._calls.get(message.id, (None, None))
         if lane is None or future is None or lane.core is not core or future.done():
-            return  # the caller has left
+            return  # the caller was cancelled
         if message.ok:
             future.set_result(message.value)
         else:
             future.set_exception(EngineDeadError(str(message.value)))
 
     def _lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
-        """Groups of a core are lost: their requests continue at the others."""
+        """Groups of a core are lost: their requests migrate to the others."""
         gone = [lane for lane in self._lanes if lane.core is core and lane.group in message.groups]
         for lane in gone:
             lane.lost = message.message
@@ -315,7 +315,7 @@ class CoreClient:
             return
         try:
             number = self._choose(msgspec.structs.replace(request, routed_dp_rank=None))
-        except EngineDeadError:  # none is left
+        except EngineDeadError:  # no scheduler is left
             inbox.fail(cause)
             return
         request.routed_dp_rank, request.generated_ids = number, list(inbox.generated_ids)
