@@ -15,8 +15,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 4096
 MAX_COUNT = 2**31 - 1
 
-_LATER = {"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "beam_width"}
-_IGNORED_WHEN_NONE = _LATER | {"custom_logit_processor"}
+_UNSUPPORTED = {"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "beam_width"}
+_IGNORED_WHEN_NONE = _UNSUPPORTED | {"custom_logit_processor"}
 
 # name -> (minimum, maximum, minimum allowed)
 _FLOAT_RANGES: dict[str, tuple[float, float, bool]] = {
@@ -46,7 +46,7 @@ def parse_sampling(values: Mapping[str, Any], prefix: str = "sampling_params") -
     out: dict[str, Any] = {}
     for name, value in values.items():
         where = f"{prefix}.{name}" if prefix else name
-        if name in _LATER or name in _IGNORED_WHEN_NONE:
+        if name in _UNSUPPORTED or name in _IGNORED_WHEN_NONE:
             if value is not None:
                 raise InputError(f"{where}: not available yet in moe-engine; leave it out", field=where)
             continue

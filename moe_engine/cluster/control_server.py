@@ -47,7 +47,7 @@ class ControlServer:
 
     Args:
         address: bind address: ``ipc://PATH`` or ``tcp://HOST:PORT``.
-        on_board: called with group and values when a scheduler on another node has sent its shared status.
+        on_status: called with group and values when a scheduler on another node has sent its shared status.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -57,12 +57,12 @@ class ControlServer:
         self,
         address: str,
         options: RankGroupOptions,
-        watch: FailureDetector,
-        on_board: Callable[[int, list[float]], None] = lambda group, values: None,
+        detector: FailureDetector,
+        on_status: Callable[[int, list[float]], None] = lambda group, values: None,
     ) -> None:
         self._options = options
-        self._on_board = on_board
-        self._watch = watch
+        self._on_status = on_status
+        self._detector = detector
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -75,12 +75,12 @@ class ControlServer:
         self._answers: queue.SimpleQueue[tuple[int, messages.Answers]] = queue.SimpleQueue()
         self._calls: dict[int, RankCall] = {}
         self._call_ids = itertools.count()
-        watch.on_verdict(self._fail_calls)
-        watch.on_survivors(self._regroup)
+        detector.on_failure(self._fail_calls)
+        detector.on_survivors(self._regroup)
         self._welcome: messages.Welcome | None = None
         self._uninvited: set[int] = set()  # ranks that wait for `Welcome`
         self._closing = threading.Event()
-        self._thread = start_watched("rank control", self._run, watch.give_up)
+        self._thread = start_watched("rank control", self._run, detector.give_up)
 
     def invite(self, welcome: messages.Welcome) -> None:
         """Sends `Welcome` to every rank, present or later, with its group's plan address."""
@@ -112,20 +112,20 @@ class ControlServer:
                 self._reader.drop(f"{failed} connections were refused in their handshake: {SECRET_HINT}")
             now = time.monotonic()
             if now - last >= TICK_SECONDS:
-                self._watch.tick(now - last)
+                self._detector.tick(now - last)
                 last = now
             self._ping(now)
             self._send_welcomes()
             self._begin_calls()
             while not self._answers.empty():
                 self._send_rank(*self._answers.get())
-            if self._watch.all_loaded and not released:
+            if self._detector.all_loaded and not released:
                 released = True
-                self._tell_all(messages.Go(self._watch.step_addresses))
-            if self._watch.verdict is not None and not dismissed:
+                self._send_all(messages.Go(self._detector.step_addresses))
+            if self._detector.failure is not None and not dismissed:
                 dismissed = True
-                self._tell_all(messages.Leave(str(self._watch.verdict)))
-            if not self._watch.all_loaded and self._watch.verdict is None:
+                self._send_all(messages.Leave(str(self._detector.failure)))
+            if not self._detector.all_loaded and self._detector.failure is None:
                 logged_at = self._check_start(now, began, logged_at)
         self._monitor.close()
         self._socket.close()
@@ -134,9 +134,9 @@ class ControlServer:
         """Periodically logs the ranks that are not ready; fails at the time limit. Returns the time of the last log."""
         limits, waited = self._options.limits, now - began
         if waited > limits.start:
-            self._watch.give_up(f"not ready after {waited:.0f} s: {self._watch.waited_for()}")
+            self._detector.give_up(f"not ready after {waited:.0f} s: {self._detector.waited_for()}")
         elif now - logged_at >= limits.progress:
-            logger.info("Waiting for ranks, %.0f of %.0f s: %s", waited, limits.start, self._watch.waited_for())
+            logger.info("Waiting for ranks, %.0f of %.0f s: %s", waited, limits.start, self._detector.waited_for())
             return now
         return logged_at
 
@@ -149,7 +149,7 @@ class ControlServer:
                 return
             if (echo := echoed(identity)) is not None:
                 if (rank := self._peers.rank_of(echo)) is not None:
-                    self._watch.runs(rank)
+                    self._detector.runs(rank)
             elif (message := self._reader.take(frames)) is not None:
                 if (refusal := self._refusal(identity, message)) is not None:
                     self._reader.drop(refusal)
@@ -165,38 +165,40 @@ class ControlServer:
         elif isinstance(message, messages.NodeHere):
             refusal = self._peers.join_node(identity, message.node_rank)
         elif isinstance(message, messages.NodeRefused):
-            refusal = "startup is over" if self._watch.armed else None
+            refusal = "startup is over" if self._detector.armed else None
         else:
             return self._peers.refusal(identity, message)
         if refusal is None:
             return None
-        self._tell(identity, messages.Leave(str(self._watch.verdict or refusal)))
+        self._send(identity, messages.Leave(str(self._detector.failure or refusal)))
         return f"{message.host} (pid {message.pid}) may not join: {refusal}"
 
     def _acknowledge(self, identity: bytes) -> None:
-        verdict = self._watch.verdict
-        self._tell(identity, messages.Leave(str(verdict)) if verdict is not None else messages.Alive())
+        failure = self._detector.failure
+        self._send(identity, messages.Leave(str(failure)) if failure is not None else messages.Alive())
 
     def _ping(self, now: float) -> None:
         """Pings the ranks' echoes during startup, when healthy ranks may miss beats."""
-        if self._watch.armed or now - self._pinged < PING_SECONDS:
+        if self._detector.armed or now - self._pinged < PING_SECONDS:
             return
         self._pinged = now
         for identity in self._peers.of_ranks:
             self._socket.send_multipart([echo_of(identity), b""])
 
     def _take(self, message: messages.ToLeader) -> None:
-        watch = self._watch
+        detector = self._detector
         if isinstance(message, messages.Hello):
-            self._greet(message)
+            self._on_hello(message)
         elif isinstance(message, messages.Beat):
-            watch.beat(message.rank, message.position)
-            if message.board:
-                self._on_board(self._options.places[message.rank].group, message.board)
+            detector.beat(message.rank, message.position)
+            if message.status:
+                self._on_status(self._options.places[message.rank].group, message.status)
         elif isinstance(message, messages.Loaded):
-            watch.loaded(message.rank, message.kernels, message.core_address, message.step_address, facts=message.facts)
+            detector.loaded(
+                message.rank, message.kernels, message.core_address, message.step_address, facts=message.facts
+            )
         elif isinstance(message, messages.Failed):
-            watch.failed(
+            detector.failed(
                 message.rank,
                 message.message,
                 peer_lost=message.peer_lost,
@@ -206,33 +208,33 @@ class ControlServer:
         elif isinstance(message, messages.Answer):
             self._answered(message)
         elif isinstance(message, messages.Ask):
-            self._ask_for(message)
+            self._relay_ask(message)
         elif isinstance(message, messages.Ended):
-            watch.end()
+            detector.end()
         elif isinstance(message, messages.NodeRefused):
-            watch.give_up(f"on {message.host} (pid {message.pid}): {message.message}", config_error=True)
+            detector.give_up(f"on {message.host} (pid {message.pid}): {message.message}", config_error=True)
         elif isinstance(message, messages.Died):
-            watch.died(message.rank, message.how)
+            detector.died(message.rank, message.how)
 
-    def _greet(self, hello: messages.Hello) -> None:
+    def _on_hello(self, hello: messages.Hello) -> None:
         self._uninvited.add(hello.rank)
-        self._watch.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
+        self._detector.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
         if hello.fingerprint != self._options.fingerprint:
-            who = self._watch.describe(hello.rank)
-            self._watch.give_up(
+            who = self._detector.describe(hello.rank)
+            self._detector.give_up(
                 f"{who} on {hello.host} was started with flags different from rank 0's: use the same on all nodes"
             )
 
     def _begin_calls(self) -> None:
         while not self._asked.empty():
             method, future, asking = self._asked.get()
-            number, asked = next(self._call_ids), [rank for rank in self._living if rank != asking]
+            number, asked = next(self._call_ids), [rank for rank in self._alive if rank != asking]
             self._calls[number] = RankCall(future, asked)
             for rank in asked:
-                self._tell_rank(rank, messages.Run(number, method))
+                self._send_rank(rank, messages.Run(number, method))
             self._end_if_answered(number)
 
-    def _ask_for(self, ask: messages.Ask) -> None:
+    def _relay_ask(self, ask: messages.Ask) -> None:
         """Relays a call from a rank to all others."""
 
         def answered(done: Future[list[Any]]) -> None:
@@ -248,7 +250,7 @@ class ControlServer:
             return
         if answer.error:
             if self._calls.pop(answer.id, None) is not None:  # else already failed by another thread
-                call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
+                call.future.set_exception(EngineDeadError(f"{self._detector.describe(answer.rank)}: {answer.error}"))
             return
         call.answers[answer.rank] = answer.value
         self._end_if_answered(answer.id)
@@ -261,12 +263,12 @@ class ControlServer:
             call.future.set_result([call.answers[rank] for rank in call.asked])
 
     @property
-    def _living(self) -> list[int]:
-        return [rank for rank, alive in enumerate(self._watch.survivors.alive) if alive]
+    def _alive(self) -> list[int]:
+        return [rank for rank, alive in enumerate(self._detector.survivors.alive) if alive]
 
     def _regroup(self, survivors: Survivors) -> None:
-        for rank in self._living:
-            self._tell_rank(rank, messages.Regroup(survivors))
+        for rank in self._alive:
+            self._send_rank(rank, messages.Regroup(survivors))
         for number, call in list(self._calls.items()):  # do not wait for lost ranks; keep their replies
             call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
             self._end_if_answered(number)
@@ -276,24 +278,24 @@ class ControlServer:
         for call in calls.values():
             call.future.set_exception(error)
 
-    def _invite_those_that_can_come(self) -> None:
+    def _send_welcomes(self) -> None:
         if self._welcome is None or not self._uninvited:
             return
         places = self._options.places
         for rank in list(self._uninvited):
             group = places[rank].group
-            address = self._watch.plan_address_of(group) if group else self._welcome.plan_address
+            address = self._detector.plan_address_of(group) if group else self._welcome.plan_address
             if address or self._options.group_size == 1:
                 self._uninvited.discard(rank)
-                self._tell_rank(rank, msgspec.structs.replace(self._welcome, plan_address=address))
+                self._send_rank(rank, msgspec.structs.replace(self._welcome, plan_address=address))
 
-    def _tell_all(self, message: messages.ToRank) -> None:
+    def _send_all(self, message: messages.ToRank) -> None:
         for identity in self._peers.all:
-            self._tell(identity, message)
+            self._send(identity, message)
 
-    def _tell_rank(self, rank: int, message: messages.ToRank) -> None:
+    def _send_rank(self, rank: int, message: messages.ToRank) -> None:
         if (identity := self._peers.identity_of(rank)) is not None:
-            self._tell(identity, message)
+            self._send(identity, message)
 
-    def _tell(self, identity: bytes, message: messages.ToRank) -> None:
+    def _send(self, identity: bytes, message: messages.ToRank) -> None:
         self._socket.send_multipart([identity, messages.encode(message)])

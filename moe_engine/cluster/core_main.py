@@ -54,10 +54,10 @@ def main() -> int:
         ranks = _ranks(spec)
         if isinstance(ranks, RankSupervisor):
             info = ranks.start()
-            port = ZmqTransport(spec.to_core_of("hub"), spec.from_core_address)
-            run: Callable[[], None] = partial(ranks.run, port.send)
+            transport = ZmqTransport(spec.to_core_of("supervisor"), spec.from_core_address)
+            run: Callable[[], None] = partial(ranks.run, transport.send)
         else:
-            core, port, info = _build(spec, ranks)
+            core, transport, info = _build(spec, ranks)
             run = core.run
     except Exception as error:
         kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
@@ -70,7 +70,7 @@ def main() -> int:
     # Objects created at startup live as long as the process: keep the garbage collector from scanning them in a step.
     gc.collect()
     gc.freeze()
-    return _leave(ranks, _serve(run, port))
+    return _leave(ranks, _serve(run, transport))
 
 
 def _ranks(spec: CoreSpec) -> MultiprocExecutor | RankSupervisor | None:
@@ -78,9 +78,9 @@ def _ranks(spec: CoreSpec) -> MultiprocExecutor | RankSupervisor | None:
     config, options = spec.config, spec.ranks
     if options is None:
         return None
-    level, is_hub = config.logging.log_level, options.coverage is not None
-    logs.setup_logging(level, "hub" if is_hub else options.places[0].name)
-    return (RankSupervisor if is_hub else MultiprocExecutor)(config, options, spec, level)
+    level, supervised = config.logging.log_level, options.coverage is not None
+    logs.setup_logging(level, "supervisor" if supervised else options.places[0].name)
+    return (RankSupervisor if supervised else MultiprocExecutor)(config, options, spec, level)
 
 
 def _leave(ranks: MultiprocExecutor | RankSupervisor | None, code: int) -> int:
@@ -97,35 +97,35 @@ def _details(error: Exception) -> str:
     return "" if isinstance(error, EngineDeadError | ConfigError) else "".join(traceback.format_exception(error))
 
 
-def _serve(run: Callable[[], None], port: ZmqTransport) -> int:
+def _serve(run: Callable[[], None], transport: ZmqTransport) -> int:
     try:
         run()
     except Exception as error:
         logger.error("engine core stops: %s\n%s", error, _details(error))
         named = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
-        port.send(messages.CoreFailed(named))
-        port.close()
+        transport.send(messages.CoreFailed(named))
+        transport.close()
         return 1
-    port.close()
+    transport.close()
     return 0
 
 
 def _build(spec: CoreSpec, group: MultiprocExecutor | None) -> tuple[EngineCore, ZmqTransport, dict[str, Any]]:
     config: ResolvedConfig = spec.config
-    board = SharedStatus(spec.board_path)
+    status = SharedStatus(spec.status_path)
     if group is None:
         worker = make_worker(config)
-        port = ZmqTransport(spec.to_core_address, spec.from_core_address, keys=spec.keys)
-        core = make_core(config, worker, worker, port, board)
-        addresses = [port.address]
+        transport = ZmqTransport(spec.to_core_address, spec.from_core_address, keys=spec.keys)
+        core = make_core(config, worker, worker, transport, status)
+        addresses = [transport.address]
     else:
         driver, worker = group.start()
         dp_sync = group.dp_sync()
-        port = ZmqTransport(spec.to_core_address, spec.from_core_address, group.mesh_socket, spec.keys)
-        core = make_core(config, driver, worker, port, board, check=group.check, dp_sync=dp_sync)
-        addresses = [port.address, *group.watch.core_addresses[1:]]
-    board.write(ready=1, last_turn=time.monotonic())
-    return core, port, {**core_info(config, worker), "core_addresses": addresses}
+        transport = ZmqTransport(spec.to_core_address, spec.from_core_address, group.exchange_socket, spec.keys)
+        core = make_core(config, driver, worker, transport, status, check=group.check, dp_sync=dp_sync)
+        addresses = [transport.address, *group.detector.core_addresses[1:]]
+    status.write(ready=1, last_turn=time.monotonic())
+    return core, transport, {**core_info(config, worker), "core_addresses": addresses}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class CoreSpec:
     to_core_address: str
     from_core_address: str
     ready_address: str
-    board_path: Path
+    status_path: Path
     outside_models: list[tuple[str, str, str]]
     """Architectures registered by the user in the parent: arguments of `models.registry.register`."""
     import_path: list[str]
@@ -36,8 +36,8 @@ class CoreSpec:
         """CURVE keys of sockets between nodes."""
         return self.ranks.keys if self.ranks is not None else None
 
-    def board_of(self, group: int) -> Path:
-        return self.board_path.with_name(f"board-{group}") if group else self.board_path
+    def status_path_of(self, group: int) -> Path:
+        return self.status_path.with_name(f"status-{group}") if group else self.status_path
 
     def to_core_of(self, group: int | str) -> str:
         """Address of a group's core; with a name, of the process that supervises the cores."""

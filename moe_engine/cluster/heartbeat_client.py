@@ -22,7 +22,7 @@ from moe_engine.core.executor import Survivors
 from moe_engine.errors import EngineDeadError
 from moe_engine.executor import messages
 from moe_engine.executor.leader_worker import Failure
-from moe_engine.executor.options import WatchLimits
+from moe_engine.executor.options import DetectorLimits
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.processes.zmq_sockets import HandshakeMonitor, JobKeys, connect
@@ -32,7 +32,7 @@ MAX_RECEIVED = 1024
 """Max messages read in one iteration, so that a flood of them cannot delay beats."""
 LEAVE_SECONDS = 10.0
 """Time for the leader to stop this process after a reported failure."""
-HEARD_SECONDS = 5.0
+ACK_SECONDS = 5.0
 """Time for the leader to acknowledge the last message of a process that shuts down."""
 
 logger = logging.getLogger("moe_engine")
@@ -48,7 +48,7 @@ class HeartbeatClient:
     """Connects to the leader and stays connected.
 
     Args:
-        hello: sent first; `sign` makes the beat sent every `BEAT_SECONDS`.
+        hello: sent first; `make_beat` creates the beat sent every `BEAT_SECONDS`.
         limits: after its first reply, a leader that is silent for `silent` seconds (`start_silent` during startup) is
             lost.
         leave: called once, from this client's thread, with the reason why this process must exit now.
@@ -64,8 +64,8 @@ class HeartbeatClient:
         address: str,
         identity: str,
         hello: msgspec.Struct,
-        sign: Callable[[], msgspec.Struct],
-        limits: WatchLimits,
+        make_beat: Callable[[], msgspec.Struct],
+        limits: DetectorLimits,
         leave: Callable[[str], None],
         run: Callable[[str], Future[Any]] | None = None,
         regroup: Callable[[Survivors], None] = lambda survivors: None,
@@ -74,7 +74,7 @@ class HeartbeatClient:
         self.welcome: Future[messages.Welcome] = Future()
         self.go: Future[messages.Go] = Future()
         self.address = address
-        self._identity, self._hello, self._sign = identity, hello, sign
+        self._identity, self._hello, self._make_beat = identity, hello, make_beat
         self._limits, self._leave = limits, leave
         self._run_call, self._regroup = run, regroup
         self._keys = keys
@@ -87,12 +87,12 @@ class HeartbeatClient:
         """Set once the leader has replied."""
         self.refused_since: float | None = None
         """When the leader first refused this connection's handshake; None if it never did."""
-        self._closing = self._until_heard = False
-        self._unheard = 0  # messages without an acknowledgement
+        self._closing = self._wait_for_acks = False
+        self._unacknowledged = 0  # messages without an acknowledgement
         if isinstance(hello, messages.Hello):
             start_echo(address, identity, keys)
         self._reader = FrameReader(f"{identity}, from the leader", self.decode)
-        self._thread = start_watched("rank link", self._run, leave)
+        self._thread = start_watched("heartbeat", self._run, leave)
 
     def send(self, message: msgspec.Struct) -> None:
         self._outbox.put(message)
@@ -113,17 +113,17 @@ class HeartbeatClient:
         self.send(messages.Ask(rank, number, method))
         return future
 
-    def hurry(self) -> None:
+    def beat_now(self) -> None:
         """Sends the next beat now."""
         self._wake.set()
 
-    def close(self, *, heard: bool = False) -> None:
-        """Stops after queued messages were sent; with `heard`, after the leader has acknowledged them, so that it does
-        not take the exit for a failure."""
-        self._until_heard = heard
+    def close(self, *, acknowledged: bool = False) -> None:
+        """Stops after sending queued messages; with `acknowledged`, after the leader has acknowledged them, so that it
+        does not take the exit for a failure."""
+        self._wait_for_acks = acknowledged
         self._closing = True
         self._wake.set()
-        self._thread.join(HEARD_SECONDS if heard else 1.0)
+        self._thread.join(ACK_SECONDS if acknowledged else 1.0)
 
     def _run(self) -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -131,7 +131,7 @@ class HeartbeatClient:
         socket.setsockopt(zmq.LINGER, 500)
         monitor = HandshakeMonitor(socket)
         connect(socket, self.address, self._keys)
-        self._say(socket, self._hello)
+        self._send(socket, self._hello)
         silence, last = Silence(BEAT_SECONDS), time.monotonic()
         while not self._closing:
             if monitor.num_failed() and self.refused_since is None:
@@ -139,15 +139,15 @@ class HeartbeatClient:
             for _ in range(MAX_RECEIVED):
                 if not socket.poll(0):
                     break
-                if self._hear(socket):
+                if self._receive(socket):
                     self.met.set()
-                    silence.heard()
-            self._say(socket, self._sign())
+                    silence.reset()
+            self._send(socket, self._make_beat())
             self._flush(socket)
             self._wake.wait(BEAT_SECONDS)
             self._wake.clear()
             now = time.monotonic()
-            silence.pass_time(now - last)
+            silence.add(now - last)
             last = now
             limit = self._limits.silent if self.go.done() else self._limits.start_silent
             if self.met.is_set() and silence.seconds > limit and not socket.poll(0):
@@ -155,26 +155,26 @@ class HeartbeatClient:
                 self._leave(f"{self._leader} silent for {silence.seconds:.1f} s ({why})")
                 return
         self._flush(socket)
-        while self._until_heard and self._unheard and socket.poll(int(HEARD_SECONDS * 1000)):
-            self._hear(socket)
+        while self._wait_for_acks and self._unacknowledged and socket.poll(int(ACK_SECONDS * 1000)):
+            self._receive(socket)
         monitor.close()
         socket.close()
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         while not self._outbox.empty():
-            self._say(socket, self._outbox.get())
+            self._send(socket, self._outbox.get())
 
-    def _say(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
+    def _send(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
         socket.send(messages.encode(message))
-        self._unheard += 1
+        self._unacknowledged += 1
 
-    def _hear(self, socket: zmq.Socket[bytes]) -> bool:
+    def _receive(self, socket: zmq.Socket[bytes]) -> bool:
         """Handles one frame; whether it was a valid message."""
         message = self._reader.take(socket.recv_multipart())
         if message is None:
             return False
         if isinstance(message, messages.Alive):  # acknowledges one message
-            self._unheard -= 1
+            self._unacknowledged -= 1
         self._take(message)
         return True
 

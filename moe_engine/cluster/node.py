@@ -22,7 +22,7 @@ from moe_engine.cluster.peers import identity_of_process
 from moe_engine.cluster.rank_process import LocalRanks
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.executor import messages
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 from moe_engine.processes.zmq_sockets import SECRET_HINT, JobKeys, connect
 
@@ -51,11 +51,11 @@ class _NodeRanks:
         here = messages.NodeHere(options.node_rank, host, os.getpid())
 
         def rank_exited(rank: int, how: str) -> None:
-            self.link.send(messages.Died(rank, f"{how} on {host}"))
+            self.heartbeat.send(messages.Died(rank, f"{how} on {host}"))
 
         self._rank_exited = rank_exited
         name, limits = identity_of_process(f"node{options.node_rank}"), options.limits
-        self.link = HeartbeatClient(self._address, name, here, lambda: here, limits, lost, keys=options.keys)
+        self.heartbeat = HeartbeatClient(self._address, name, here, lambda: here, limits, lost, keys=options.keys)
         self._ranks = LocalRanks(config, options, self._address, rank_exited, log_level)
 
     @property
@@ -72,7 +72,7 @@ class _NodeRanks:
 
     def close(self) -> None:
         self._ranks.kill()
-        self.link.close()
+        self.heartbeat.close()
 
 
 def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") -> int:
@@ -92,7 +92,7 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
     ranks = _NodeRanks(config, options, leave, log_level)
     try:
         with _first_sigterm_ignored():
-            wait_for_leader(ranks.link, options.node_rank, options.limits)
+            wait_for_leader(ranks.heartbeat, options.node_rank, options.limits)
             _wait_for_ranks(ranks)
         if any(ranks.returncodes):
             time.sleep(LEAVE_SECONDS)  # the leader sends the reason and `leave` logs it
@@ -104,37 +104,37 @@ def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") ->
 def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
     """Aborts the startup on node 0 for a reason that only this node knows; whether node 0 replied in time."""
     report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
-    link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    link.setsockopt(zmq.LINGER, 0)
-    connect(link, RendezvousAddress(address).tcp(), keys)
-    link.send(messages.encode(report))
-    answered = bool(link.poll(int(REPORT_SECONDS * 1000)))
-    link.close()
+    heartbeat: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    heartbeat.setsockopt(zmq.LINGER, 0)
+    connect(heartbeat, RendezvousAddress(address).tcp(), keys)
+    heartbeat.send(messages.encode(report))
+    answered = bool(heartbeat.poll(int(REPORT_SECONDS * 1000)))
+    heartbeat.close()
     return answered
 
 
-def wait_for_leader(link: HeartbeatClient, node_rank: int, limits: WatchLimits) -> None:
+def wait_for_leader(heartbeat: HeartbeatClient, node_rank: int, limits: DetectorLimits) -> None:
     """Blocks until node 0 has replied.
 
     Raises:
         ConfigError: it refuses the connection: the two nodes' secrets differ, or only one of them has one.
         EngineDeadError: it did not reply in time.
     """
-    began = told = time.monotonic()
-    while not link.met.wait(min(POLL_SECONDS, limits.progress)):
+    began = logged_at = time.monotonic()
+    while not heartbeat.met.wait(min(POLL_SECONDS, limits.progress)):
         now = time.monotonic()
-        if link.refused_since is not None and now - link.refused_since > limits.refused:
+        if heartbeat.refused_since is not None and now - heartbeat.refused_since > limits.refused:
             raise ConfigError(
-                f"node {node_rank}: the leader (node 0) at {link.address} refuses the connection: {SECRET_HINT}"
+                f"node {node_rank}: the leader (node 0) at {heartbeat.address} refuses the connection: {SECRET_HINT}"
             )
         if now - began > limits.start:
             raise EngineDeadError(
-                f"node {node_rank} has waited {now - began:.0f} s for the leader (node 0) at {link.address}: "
+                f"node {node_rank} has waited {now - began:.0f} s for the leader (node 0) at {heartbeat.address}: "
                 "check that it is running and that --dist-init-addr is its address"
             )
-        if now - told >= limits.progress:
-            told = now
-            logger.info("Waiting for the leader at %s, %.0f of %.0f s", link.address, now - began, limits.start)
+        if now - logged_at >= limits.progress:
+            logged_at = now
+            logger.info("Waiting for the leader at %s, %.0f of %.0f s", heartbeat.address, now - began, limits.start)
 
 
 def _wait_for_ranks(ranks: _NodeRanks) -> None:

@@ -47,14 +47,14 @@ class RankSupervisor:
     def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
         quieten_torch()
         self._options = options
-        self._news: queue.SimpleQueue[RankLost | Survivors] = queue.SimpleQueue()
-        self._watch = FailureDetector(options.places, options.limits, coverage=options.coverage)
-        self._watch.on_verdict(self._news.put)
-        self._watch.on_survivors(self._news.put)
-        control = f"ipc://{spec.board_path.parent}/ranks"
-        self._control = ControlServer(control, options, self._watch)
-        self._ranks = LocalRanks(config, options, control, self._watch.died, log_level, spec)
-        self._watch.on_survivors(
+        self._events: queue.SimpleQueue[RankLost | Survivors] = queue.SimpleQueue()
+        self._detector = FailureDetector(options.places, options.limits, coverage=options.coverage)
+        self._detector.on_failure(self._events.put)
+        self._detector.on_survivors(self._events.put)
+        control = f"ipc://{spec.status_path.parent}/ranks"
+        self._control = ControlServer(control, options, self._detector)
+        self._ranks = LocalRanks(config, options, control, self._detector.died, log_level, spec)
+        self._detector.on_survivors(
             lambda survivors: self._ranks.end(rank for rank, alive in enumerate(survivors.alive) if not alive)
         )
         self._served = False
@@ -67,41 +67,45 @@ class RankSupervisor:
             RankLost: a rank failed, died or did not join; names it.
         """
         began = time.monotonic()
-        start_watched("store", self._open, self._watch.give_up)
-        while not self._watch.all_loaded:
-            if self._watch.verdict is not None:
-                raise ConfigError(str(self._watch.verdict)) if self._watch.config_error else self._watch.verdict
-            self._ranks.find_held(self._watch.died)
+        start_watched("store", self._open, self._detector.give_up)
+        while not self._detector.all_loaded:
+            if self._detector.failure is not None:
+                raise (
+                    ConfigError(str(self._detector.failure)) if self._detector.config_error else self._detector.failure
+                )
+            self._ranks.find_held(self._detector.died)
             time.sleep(LOOK_SECONDS)
-        self._watch.arm()
+        self._detector.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
-        return {**self._watch.facts, "core_addresses": self._watch.core_addresses}
+        return {**self._detector.facts, "core_addresses": self._detector.core_addresses}
 
-    def run(self, tell: Callable[[GroupsLost], None]) -> None:
+    def run(self, report: Callable[[GroupsLost], None]) -> None:
         """Blocks until the orderly shutdown of the ranks.
 
         Args:
-            tell: called with the lost groups, each time the others continue.
+            report: called with the lost groups, each time the others continue.
 
         Raises:
             RankLost: the survivors cannot continue.
         """
         alive = (True,) * self._options.size
-        while not self._watch.ending:
+        while not self._detector.ending:
             try:
-                news = self._news.get(timeout=LOOK_SECONDS)
+                event = self._events.get(timeout=LOOK_SECONDS)
             except queue.Empty:
                 continue
-            if isinstance(news, RankLost):
-                raise news
-            tell(GroupsLost([group for group, lives in enumerate(alive) if lives > news.alive[group]], news.losses[-1]))
-            alive = news.alive
+            if isinstance(event, RankLost):
+                raise event
+            report(
+                GroupsLost([group for group, lives in enumerate(alive) if lives > event.alive[group]], event.losses[-1])
+            )
+            alive = event.alive
         self._served = True
 
     def close(self) -> None:
         """Stops all ranks; after an orderly shutdown they exit by themselves."""
         if not self._served:
-            self._watch.give_up("startup was aborted")
+            self._detector.give_up("startup was aborted")
         self._ranks.stop(STOP_SECONDS if self._served else LEAVE_SECONDS)
         self._control.close()
 
@@ -111,7 +115,7 @@ class RankSupervisor:
         try:
             self._store = open_store(options, LOOPBACK)
         except Exception as error:
-            self._watch.give_up(f"the rendezvous store cannot be opened: {error}")
+            self._detector.give_up(f"the rendezvous store cannot be opened: {error}")
             return
         leader = f"the rank supervisor (pid {os.getpid()})"
         self._control.invite(rank_messages.Welcome("", LOOPBACK, self._store.port, leader))

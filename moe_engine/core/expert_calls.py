@@ -52,8 +52,8 @@ class ExpertCalls:
         self._thread = ThreadPoolExecutor(1, "expert-calls")
         # method -> the ranks' method, and the conversion of their replies
         self._known: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]]]] = {
-            "expert_start": ("start_experts", self._told),
-            "expert_stop": ("stop_experts", self._told),
+            "expert_start": ("start_experts", self._acknowledged),
+            "expert_stop": ("stop_experts", self._acknowledged),
             "expert_take": ("dump_experts", self._taken),
             "expert_snapshot": ("view_experts", self._viewed),
         }
@@ -70,7 +70,7 @@ class ExpertCalls:
         failed: dict[str, Any] = {"parts": []} if method == "expert_take" else {}
         return self._thread.submit(_finish, self._ranks.call_all(ask), finish, failed)
 
-    def _told(self, able: list[bool]) -> dict[str, Any]:
+    def _acknowledged(self, able: list[bool]) -> dict[str, Any]:
         return {} if all(able) else OFF
 
     def _taken(self, of_ranks: list[Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ IDLE_POLL_SECONDS = 0.2
 """Interval of an idle core's liveness updates in the shared status."""
 CALL_POLL_SECONDS = 0.005
 """Poll interval of an idle core for its ranks' replies to a call."""
-BOARD_INTERVAL_SECONDS = 0.05
+STATUS_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
 
@@ -67,8 +67,8 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         worker: StepWorker,
-        port: Port,
-        board: SharedStatus,
+        transport: CoreTransport,
+        status: SharedStatus,
         reporter: StepReporter,
         *,
         eos_token_ids: frozenset[int],
@@ -95,8 +95,8 @@ class EngineCore:
         """
         self._scheduler = scheduler
         self._worker = worker
-        self._port = port
-        self._board = board
+        self._transport = transport
+        self._status = status
         self._reporter = reporter
         self._eos = eos_token_ids
         self._overlap = overlap
@@ -114,7 +114,7 @@ class EngineCore:
         self._last_turn = time.monotonic()
         self._busy = False
         self._step_number = 0
-        self._board_written = 0.0
+        self._status_written = 0.0
 
     def run(self) -> None:
         """Serves until a `Shutdown`. Raises unrecoverable errors; the front end then fails all requests."""
@@ -132,7 +132,7 @@ class EngineCore:
         self._in_flight = None
         self._publish(self._scheduler.start_over())
         self._reporter.restart()
-        survivors, recovered = self._regroup_ranks(lambda: self._board.write(last_turn=time.monotonic()))
+        survivors, recovered = self._regroup_ranks(lambda: self._status.write(last_turn=time.monotonic()))
         dp_sync.regroup(survivors.generation, survivors.alive)
         if self._group != survivors.alive.index(True):
             return
@@ -157,10 +157,10 @@ class EngineCore:
                 return
             self._note_busy(not idle)
             self._last_turn = time.monotonic()
-            self._board.write(last_turn=self._last_turn)
+            self._status.write(last_turn=self._last_turn)
             may_wait = idle and not self._stopping
             timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
-            for message in self._port.receive(timeout if may_wait else 0.0):
+            for message in self._transport.receive(timeout if may_wait else 0.0):
                 self._handle(message)
             self._answer_calls()
             self._step()
@@ -234,7 +234,7 @@ class EngineCore:
             self._publish(self._scheduler.update(result))
             self._reporter.finished(result, self._scheduler.speculator)
             self._step_number = plan.number
-            self._write_board(counts=time.monotonic() - self._board_written > BOARD_INTERVAL_SECONDS)
+            self._write_status(counts=time.monotonic() - self._status_written > STATUS_INTERVAL_SECONDS)
         self._in_flight = behind
         return behind is None or self._overlap or self._collect()
 
@@ -293,10 +293,10 @@ class EngineCore:
             begun = self._experts.begin(call.method, call.args) if self._experts is not None else None
         except (KeyError, TypeError) as error:
             wrong = f"{call.method}: wrong arguments {sorted(call.args)}: {error!r}"
-            self._port.send(messages.Reply(id=call.id, ok=False, value=wrong))
+            self._transport.send(messages.Reply(id=call.id, ok=False, value=wrong))
             return
         if begun is None:
-            self._port.send(self._answer(call))
+            self._transport.send(self._answer(call))
         else:
             self._calls.append((call.id, begun))
 
@@ -329,7 +329,7 @@ class EngineCore:
                 continue
             error = future.exception()
             value = str(error) if error is not None else future.result()
-            self._port.send(messages.Reply(id=call_id, ok=error is None, value=value))
+            self._transport.send(messages.Reply(id=call_id, ok=error is None, value=value))
         self._calls = waiting
 
     def _answer(self, call: messages.Call) -> messages.Reply:
@@ -356,23 +356,23 @@ class EngineCore:
             self._send_deltas(_deltas(events))
 
     def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
-        self._port.send(messages.StepOutput(deltas=deltas, group=self._group))
+        self._transport.send(messages.StepOutput(deltas=deltas, group=self._group))
 
     def _note_busy(self, busy: bool) -> None:
         if busy != self._busy:
             self._busy = busy
-            self._board.write(busy_since=time.monotonic() if busy else 0.0)
+            self._status.write(busy_since=time.monotonic() if busy else 0.0)
             if not busy:
                 self._reporter.idle()
-                self._write_board(counts=True)
+                self._write_status(counts=True)
 
-    def _write_board(self, *, counts: bool) -> None:
+    def _write_status(self, *, counts: bool) -> None:
         if not counts:
-            self._board.write(step=self._step_number, step_end=time.monotonic())
+            self._status.write(step=self._step_number, step_end=time.monotonic())
             return
         stats = self._scheduler.stats()
-        now = self._board_written = time.monotonic()
-        self._board.write(
+        now = self._status_written = time.monotonic()
+        self._status.write(
             step=self._step_number,
             step_end=now,
             num_running=stats.num_running,

@@ -13,7 +13,7 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.expert_calls import ExpertCalls
-from moe_engine.core.loop import EngineCore, Port, Regroup
+from moe_engine.core.loop import CoreTransport, EngineCore, Regroup
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.planning.ledger import GRAPHS_ROW
@@ -34,8 +34,8 @@ def make_core(
     config: ResolvedConfig,
     driver: StepWorker,
     worker: Worker,
-    port: Port,
-    board: SharedStatus,
+    transport: CoreTransport,
+    status: SharedStatus,
     *,
     check: Callable[[], None] = lambda: None,
     dp_sync: DPSync | None = None,
@@ -67,8 +67,8 @@ def make_core(
     return EngineCore(
         Scheduler(scheduler_config(config)),
         driver,
-        port,
-        board,
+        transport,
+        status,
         StepReporter(config.logging.decode_log_interval),
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,

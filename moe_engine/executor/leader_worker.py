@@ -96,10 +96,10 @@ class PlanSender(Protocol):
     def stop(self) -> None: ...
 
 
-class Watch(Protocol):
-    """The failure detector as `LeaderWorker` uses it. `verdict`: the error that stops the group, or None."""
+class Detector(Protocol):
+    """The failure detector as `LeaderWorker` uses it. `failure`: the error that stops the group, or None."""
 
-    verdict: RankLost | None
+    failure: RankLost | None
     survivors: Survivors
 
     def slowest_steps_done(self) -> int:
@@ -112,7 +112,7 @@ class Watch(Protocol):
     def stepped(self, seconds: float) -> None:
         """Reports a step's duration, from which the limit for late ranks is derived."""
 
-    def on_verdict(self, listener: Callable[[RankLost], None]) -> None: ...
+    def on_failure(self, listener: Callable[[RankLost], None]) -> None: ...
 
     def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
         """Calls `listener` whenever ranks were lost and the others continue."""
@@ -134,7 +134,7 @@ class LeaderWorker:
         self,
         worker: LocalWorker,
         sender: PlanSender,
-        watch: Watch,
+        detector: Detector,
         progress: Progress,
         call_others: Callable[[str], Future[list[Any]]] | None = None,
         *,
@@ -148,31 +148,31 @@ class LeaderWorker:
         self._worker = worker
         self._call_others = call_others
         self._sender = sender
-        self._watch = watch
+        self._detector = detector
         self._progress = progress
         self._lock = threading.Lock()
         self._waiting: list[Future[StepResult]] = []
-        watch.on_verdict(self._lost)
-        watch.on_survivors(self._changed)
+        detector.on_failure(self._lost)
+        detector.on_survivors(self._changed)
 
     def check(self) -> None:
         """Raises `RankLost` if a rank is lost, `RanksChanged` if the others continue. For a core without a step in
         flight."""
-        if self._watch.verdict is not None:
-            raise self._watch.verdict
-        if self._watch.survivors.generation != self._generation:
-            raise RanksChanged(self._watch.survivors.losses[-1])
+        if self._detector.failure is not None:
+            raise self._detector.failure
+        if self._detector.survivors.generation != self._generation:
+            raise RanksChanged(self._detector.survivors.losses[-1])
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Runs a step on all ranks; the future holds the local result, or the `RankLost` that stopped the group."""
         future: Future[StepResult] = Future()
         with self._lock:
             self._waiting.append(future)
-        if self._watch.survivors.generation != self._generation:
-            self._changed(self._watch.survivors)
+        if self._detector.survivors.generation != self._generation:
+            self._changed(self._detector.survivors)
             return future
-        if (verdict := self._wait_for_followers()) is not None:
-            self._lost(verdict)
+        if (failure := self._wait_for_followers()) is not None:
+            self._lost(failure)
             return future
         self._sender.send(plan)
         self._progress.begin(plan)
@@ -183,11 +183,11 @@ class LeaderWorker:
         local.add_done_callback(lambda done: self._ended(done, future, began, generation))
         return future
 
-    def regroup(self, waiting: Callable[[], None]) -> tuple[Survivors, Any]:
+    def regroup(self, on_wait: Callable[[], None]) -> tuple[Survivors, Any]:
         """Abandons the steps in flight and regroups the survivors; restarts if more ranks are lost meanwhile.
 
         Args:
-            waiting: polled while waiting.
+            on_wait: called repeatedly while waiting.
 
         Returns:
             The survivors, and the result of `Regroups.go_on`.
@@ -197,37 +197,37 @@ class LeaderWorker:
         """
         assert self._regroups is not None
         while True:
-            survivors = self._watch.survivors
+            survivors = self._detector.survivors
             self._regroups.give_up()
             for local in list(self._local):
-                self._wait_for(local, survivors, waiting)
+                self._wait_for(local, survivors, on_wait)
             self._progress.restart()
             formed = self._regroups.go_on(survivors)
             self._generation = survivors.generation
             self._first_sequence = self._sender.sequence
-            self._wait_for(formed, survivors, waiting)
+            self._wait_for(formed, survivors, on_wait)
             error = formed.exception()
-            if error is None and self._watch.survivors is survivors:
+            if error is None and self._detector.survivors is survivors:
                 return survivors, formed.result()
             if error is not None:
                 failure = Failure.of(error)
                 message = f"{failure.message}; while regrouping after a loss: {survivors.losses[-1]}"
-                self._watch.failed(self._rank, message, peer_lost=failure.peer_lost, generation=survivors.generation)
-            while error is not None and self._watch.survivors is survivors:  # wait for the detector's result
-                self._rest(waiting)
+                self._detector.failed(self._rank, message, peer_lost=failure.peer_lost, generation=survivors.generation)
+            while error is not None and self._detector.survivors is survivors:  # wait for the detector's result
+                self._poll(on_wait)
 
-    def _wait_for(self, future: Future[Any], survivors: Survivors, waiting: Callable[[], None]) -> None:
+    def _wait_for(self, future: Future[Any], survivors: Survivors, on_wait: Callable[[], None]) -> None:
         """Waits for the future's result or error. If another rank is lost, the work is abandoned and fails soon."""
         assert self._regroups is not None
         while not future.done():
-            self._rest(waiting)
-            if self._watch.survivors is not survivors:
+            self._poll(on_wait)
+            if self._detector.survivors is not survivors:
                 self._regroups.give_up()
 
-    def _rest(self, waiting: Callable[[], None]) -> None:
-        if self._watch.verdict is not None:
-            raise self._watch.verdict
-        waiting()
+    def _poll(self, on_wait: Callable[[], None]) -> None:
+        if self._detector.failure is not None:
+            raise self._detector.failure
+        on_wait()
         time.sleep(REGROUP_POLL_SECONDS)
 
     def call_all(self, method: str) -> Future[list[Any]]:
@@ -237,16 +237,16 @@ class LeaderWorker:
         twice.
         """
         answers: Future[list[Any]] = Future()
-        if self._call_others is None or self._watch.survivors.alive.index(True) != self._rank:
+        if self._call_others is None or self._detector.survivors.alive.index(True) != self._rank:
             answers.set_result([])
             return answers
         asked = [self._worker.call_all(method), self._call_others(method)]  # its rank precedes the others
-        waiting = [len(asked)]
+        pending = [len(asked)]
 
         def arrived(done: Future[list[Any]]) -> None:
             with self._lock:
-                waiting[0] -= 1
-                error, last = done.exception(), waiting[0] == 0
+                pending[0] -= 1
+                error, last = done.exception(), pending[0] == 0
             if error is not None and not answers.done():
                 answers.set_exception(error)
             elif last and not answers.done():
@@ -263,11 +263,11 @@ class LeaderWorker:
 
     def _wait_for_followers(self) -> RankLost | None:
         """Waits until the next plan may be sent; returns the error if a rank is lost. The detector finds hangs."""
-        while (verdict := self._watch.verdict) is None:
-            if self._sender.sequence - self._first_sequence - self._watch.slowest_steps_done() < MAX_AHEAD:
+        while (failure := self._detector.failure) is None:
+            if self._sender.sequence - self._first_sequence - self._detector.slowest_steps_done() < MAX_AHEAD:
                 return None
             time.sleep(0.001)
-        return verdict
+        return failure
 
     def _ended(self, local: Future[StepResult], future: Future[StepResult], began: float, generation: int) -> None:
         self._progress.done(local)
@@ -275,9 +275,9 @@ class LeaderWorker:
         error = local.exception()
         if error is not None:  # the future fails with the detector's error
             failure = Failure.of(error)
-            self._watch.failed(self._rank, failure.message, peer_lost=failure.peer_lost, generation=generation)
+            self._detector.failed(self._rank, failure.message, peer_lost=failure.peer_lost, generation=generation)
             return
-        self._watch.stepped(time.monotonic() - began)
+        self._detector.stepped(time.monotonic() - began)
         with self._lock:
             if future in self._waiting:  # otherwise it has failed already
                 self._waiting.remove(future)
@@ -286,8 +286,8 @@ class LeaderWorker:
     def _changed(self, survivors: Survivors) -> None:
         self._fail(RanksChanged(survivors.losses[-1]))
 
-    def _lost(self, verdict: RankLost) -> None:
-        self._fail(verdict)
+    def _lost(self, failure: RankLost) -> None:
+        self._fail(failure)
 
     def _fail(self, error: MoeEngineError) -> None:
         with self._lock:

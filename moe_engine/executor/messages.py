@@ -37,12 +37,12 @@ class Hello(RankMessage, tag="hello"):
 class Beat(RankMessage, tag="beat"):
     """Heartbeat of a rank, with its position. Answered by `Alive`.
 
-    `board`: shared status of a rank that schedules on another node (`SharedStatus.pack`).
+    `status`: shared status of a rank that schedules on another node (`SharedStatus.pack`).
     """
 
     rank: int
     position: Position
-    board: list[float] = []
+    status: list[float] = []
 
 
 class Loaded(RankMessage, tag="loaded"):

@@ -36,7 +36,7 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class WatchLimits:
+class DetectorLimits:
     """Time limits of the failure detector, in seconds.
 
     `silent`: a rank without heartbeats for this long is lost. A rank that others wait for is logged as late after the
@@ -83,7 +83,7 @@ class RankGroupOptions:
     num_groups: int = 1
     first_group: int | None = None
     backend: str = "gloo"
-    limits: WatchLimits = field(default_factory=WatchLimits)
+    limits: DetectorLimits = field(default_factory=DetectorLimits)
     collective_timeout: float = 300.0
     fingerprint: str = ""
     keys: JobKeys | None = None

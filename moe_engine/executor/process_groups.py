@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 """Connect lazily, in the operations that need the connection: these can be cancelled, torch's own rendezvous cannot."""
-MEETING_POLL_SECONDS = 0.005
+RENDEZVOUS_POLL_SECONDS = 0.005
 STORE_BACKLOG = 2048
 """Listen backlog: ranks that may connect to the store simultaneously."""
 
@@ -77,7 +77,7 @@ class RankWorld:
         if self._options.coverage is not None:
             os.environ.setdefault(LAZY_VARIABLE, "1")
         timeout = timedelta(seconds=self._options.limits.start)
-        with self._meeting():
+        with self._rendezvous_errors():
             if self._store is None:
                 self._store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
             self._init(0, list(range(self._place.size)))
@@ -91,7 +91,7 @@ class RankWorld:
         import torch.distributed as dist
 
         members = [rank for rank, alive in enumerate(survivors.alive) if alive]
-        with self._meeting():
+        with self._rendezvous_errors():
             if dist.is_initialized():
                 self._left.append(dist.group.WORLD)
                 dist.destroy_process_group()
@@ -104,7 +104,7 @@ class RankWorld:
         here = [f"here{generation}-{rank}" for rank in members]
         self._store.set(f"here{generation}-{self._place.rank}", "1")
         while not self._store.check(here):
-            if given_up.wait(MEETING_POLL_SECONDS):
+            if given_up.wait(RENDEZVOUS_POLL_SECONDS):
                 raise RuntimeError("cancelled: another rank was lost")
 
     def _init(self, generation: int, members: list[int]) -> None:
@@ -120,7 +120,7 @@ class RankWorld:
         )
 
     @contextlib.contextmanager
-    def _meeting(self) -> Iterator[None]:
+    def _rendezvous_errors(self) -> Iterator[None]:
         from moe_engine.parallel.collectives import PeerLost
 
         try:

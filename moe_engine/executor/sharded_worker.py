@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_engine.executor.make_worker import make_worker
-from moe_engine.executor.options import RankGroupOptions, RankPlace, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions, RankPlace
 from moe_engine.executor.progress import Progress
 from moe_engine.models import sizes
 from moe_engine.planning.resolve import ResolvedConfig
@@ -38,7 +38,7 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
         num_groups=groups,
         first_group=replica * groups if plan.num_groups > 1 else None,
         backend="gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
-        limits=WatchLimits(start=plan.start_seconds),
+        limits=DetectorLimits(start=plan.start_seconds),
         collective_timeout=COLLECTIVE_SECONDS,
         fingerprint=fingerprint(config),
         keys=job_keys(plan.secret),

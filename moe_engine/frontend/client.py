@@ -49,7 +49,7 @@ class _SchedulerEndpoint:
     core: CoreProcess
     group: int
     to_core: zmq.asyncio.Socket
-    board: SharedStatus
+    status: SharedStatus
     lost: str | None = None
     """Cause of the group's loss, if its core continues without it."""
 
@@ -74,12 +74,12 @@ class CoreClient:
     def __init__(self, cores: CoreProcess | Sequence[CoreProcess], info: EngineInfo, method: str = "auto") -> None:
         self.info = info
         self._cores = [cores] if isinstance(cores, CoreProcess) else list(cores)
-        self._lanes = [
-            _SchedulerEndpoint(core, group, _push(address, core.keys), board)
+        self._endpoints = [
+            _SchedulerEndpoint(core, group, _push(address, core.keys), status)
             for core in self._cores
-            for group, (address, board) in enumerate(zip(core.to_core_addresses, core.boards))
+            for group, (address, status) in enumerate(zip(core.to_core_addresses, core.statuses))
         ]
-        self._router = Router(len(self._lanes), method)
+        self._router = Router(len(self._endpoints), method)
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[_SchedulerEndpoint, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
@@ -99,23 +99,23 @@ class CoreClient:
         if request.rid in self._inboxes:
             raise ValueError(f"request id {request.rid!r} is in use")
         number = self._choose(request)
-        if len(self._lanes) > 1:
+        if len(self._endpoints) > 1:
             request.routed_dp_rank = number  # for the response's meta_info
         inbox = self._inboxes[request.rid] = Inbox(request, number, self._router.loads[number])
         finished = False
         try:
-            self._lanes[number].send(request)
+            self._endpoints[number].send(request)
             while not finished:
                 delta = await inbox.get()
                 finished = delta.finish is not None
                 yield delta
         finally:
             inbox.left = True
-            lane = self._lanes[inbox.lane]
-            if inbox.ended or lane.dead:
+            endpoint = self._endpoints[inbox.endpoint]
+            if inbox.ended or endpoint.dead:
                 self._forget(inbox)
             else:
-                lane.send(messages.AbortRequest([request.rid], reason="client disconnected"))
+                endpoint.send(messages.AbortRequest([request.rid], reason="client disconnected"))
 
     def _forget(self, inbox: Inbox) -> None:
         """Drops a request without a reader whose scheduler has ended it or is lost."""
@@ -123,25 +123,27 @@ class CoreClient:
         inbox.leave()
 
     def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
-        by_lane: dict[int, list[str]] = {}
+        by_endpoint: dict[int, list[str]] = {}
         for rid in rids:
             inbox = self._inboxes.get(rid)
             if inbox is not None and not inbox.left:
                 inbox.abort_reason = reason
-                by_lane.setdefault(inbox.lane, []).append(rid)
-        for number, mine in by_lane.items():
-            self._lanes[number].send(messages.AbortRequest(mine, reason))
+                by_endpoint.setdefault(inbox.endpoint, []).append(rid)
+        for number, mine in by_endpoint.items():
+            self._endpoints[number].send(messages.AbortRequest(mine, reason))
 
     async def call(self, method: str, **args: Any) -> list[Any]:
-        lanes = self._alive()
-        answers = await asyncio.gather(*(self._call(lane, method, args) for lane in lanes), return_exceptions=True)
-        for lane, answer in zip(lanes, answers):
-            if isinstance(answer, BaseException) and (lane.core.dead or not lane.lost):
+        endpoints = self._alive()
+        answers = await asyncio.gather(
+            *(self._call(endpoint, method, args) for endpoint in endpoints), return_exceptions=True
+        )
+        for endpoint, answer in zip(endpoints, answers):
+            if isinstance(answer, BaseException) and (endpoint.core.dead or not endpoint.lost):
                 raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]   # of the schedulers still alive
+        return [answer for answer in answers if not isinstance(answer, BaseException)]  # of the schedulers still alive
 
     async def call_each(self, method: str, **args: Any) -> list[Any]:
-        asked = (self._call(lane, method, args) for lane in self._alive())
+        asked = (self._call(endpoint, method, args) for endpoint in self._alive())
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
@@ -152,33 +154,35 @@ class CoreClient:
         return await self._call(self._alive()[0], method, args)
 
     def _alive(self) -> list[_SchedulerEndpoint]:
-        alive = [lane for lane in self._lanes if not lane.dead]
+        alive = [endpoint for endpoint in self._endpoints if not endpoint.dead]
         if not alive:
             raise EngineDeadError(self._cause())
         return alive
 
     def _choose(self, request: AddRequest) -> int:
-        able = [number for number, lane in enumerate(self._lanes) if not lane.dead]
+        able = [number for number, endpoint in enumerate(self._endpoints) if not endpoint.dead]
         if not able:
             raise EngineDeadError(self._cause())
         asked = request.routed_dp_rank
         if asked is None:
             return able[0] if len(able) == 1 else self._router.choose(able)
-        if not 0 <= asked < len(self._lanes):
-            ranks = "one data-parallel rank, 0" if len(self._lanes) == 1 else f"ranks 0 to {len(self._lanes) - 1}"
+        if not 0 <= asked < len(self._endpoints):
+            ranks = (
+                "one data-parallel rank, 0" if len(self._endpoints) == 1 else f"ranks 0 to {len(self._endpoints) - 1}"
+            )
             raise InputError(f"routed_dp_rank {asked}: this server has {ranks}", field="routed_dp_rank")
         if asked not in able:
-            raise EngineDeadError(self._lanes[asked].dead or "")
+            raise EngineDeadError(self._endpoints[asked].dead or "")
         return asked
 
-    async def _call(self, lane: _SchedulerEndpoint, method: str, args: dict[str, Any]) -> Any:
+    async def _call(self, endpoint: _SchedulerEndpoint, method: str, args: dict[str, Any]) -> Any:
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = lane, future
+        self._calls[call_id] = endpoint, future
         try:
-            if lane.dead:  # died since it was chosen: it would never reply
-                raise EngineDeadError(lane.dead)
-            lane.send(messages.Call(id=call_id, method=method, args=args))
+            if endpoint.dead:  # died since it was chosen: it would never reply
+                raise EngineDeadError(endpoint.dead)
+            endpoint.send(messages.Call(id=call_id, method=method, args=args))
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -190,7 +194,7 @@ class CoreClient:
 
     def healths(self) -> list[Health]:
         """One per scheduler."""
-        return [_health(lane) for lane in self._lanes]
+        return [_health(endpoint) for endpoint in self._endpoints]
 
     def cause_of_death(self) -> str | None:
         """Why no request can be served any more; None while a replica is alive."""
@@ -198,10 +202,10 @@ class CoreClient:
 
     def stop_stalled(self, stall: Any) -> None:
         """Kills replicas for which `stall(health)` returns a reason. Their requests fail with that reason."""
-        for lane in self._lanes:
-            reason = None if lane.dead else stall(_health(lane))
+        for endpoint in self._endpoints:
+            reason = None if endpoint.dead else stall(_health(endpoint))
             if reason:
-                lane.core.kill(reason)
+                endpoint.core.kill(reason)
 
     async def shutdown(self, *, drain: bool = True) -> None:
         """Stops the cores, with `drain` after their running requests. Safe to call twice."""
@@ -210,20 +214,20 @@ class CoreClient:
         self.closing = True
         for core in self._cores:
             core.expect_exit()
-        for lane in self._lanes:
-            lane.send(messages.Shutdown(drain=drain))
+        for endpoint in self._endpoints:
+            endpoint.send(messages.Shutdown(drain=drain))
         loop, seconds = asyncio.get_running_loop(), DRAIN_SECONDS if drain else 5.0
         await asyncio.gather(*(loop.run_in_executor(None, core.stop, seconds) for core in self._cores))
         for reader in self._readers:
             reader.cancel()
-        for lane in self._lanes:
-            lane.to_core.close()
+        for endpoint in self._endpoints:
+            endpoint.to_core.close()
 
     # -- plumbing
 
     async def _read(self, core: CoreProcess) -> None:
         receiver = zmq.asyncio.Socket(core.from_core)
-        lanes = [lane for lane in self._lanes if lane.core is core]
+        endpoints = [endpoint for endpoint in self._endpoints if endpoint.core is core]
         frames = FrameReader(f"front end, from {core.name}", messages.decode_from_core)
         handled = 0
         while True:
@@ -232,11 +236,11 @@ class CoreClient:
             handled += 1
             if isinstance(message, messages.StepOutput):
                 handled += len(message.deltas)
-                self._step_brought(lanes, message, frames)
+                self._on_step_output(endpoints, message, frames)
             elif isinstance(message, messages.GroupsLost):
-                self._lost(core, message)
+                self._on_groups_lost(core, message)
             elif isinstance(message, messages.Reply):
-                self._replied(core, message)
+                self._on_reply(core, message)
             elif isinstance(message, messages.CoreFailed):
                 core.note_failure(message.message)
                 self._died(core, core.dead or "")
@@ -258,46 +262,46 @@ class CoreClient:
         self._died(core, core.dead or "")
         core.kill("the front end no longer reads its messages")
 
-    def _step_brought(
-        self, lanes: list[_SchedulerEndpoint], message: messages.StepOutput, frames: FrameReader[messages.FromCore]
+    def _on_step_output(
+        self, endpoints: list[_SchedulerEndpoint], message: messages.StepOutput, frames: FrameReader[messages.FromCore]
     ) -> None:
-        if not 0 <= message.group < len(lanes):
-            frames.drop(f"a step of group {message.group}; this core has {len(lanes)}")
+        if not 0 <= message.group < len(endpoints):
+            frames.drop(f"a step of group {message.group}; this core has {len(endpoints)}")
             return
-        lane = lanes[message.group]
-        if lane.lost:
+        endpoint = endpoints[message.group]
+        if endpoint.lost:
             return  # sent before the loss: its requests have already migrated
         for delta in message.deltas:
             inbox = self._inboxes.get(delta.rid)
-            if inbox is None or self._lanes[inbox.lane] is not lane:
+            if inbox is None or self._endpoints[inbox.endpoint] is not endpoint:
                 frames.drop(f"delta of request {delta.rid!r:.100}, which is not at group {message.group}")
                 continue
             inbox.take(delta)
             if inbox.ended and inbox.left:
                 self._forget(inbox)
 
-    def _replied(self, core: CoreProcess, message: messages.Reply) -> None:
-        lane, future = self._calls.get(message.id, (None, None))
-        if lane is None or future is None or lane.core is not core or future.done():
+    def _on_reply(self, core: CoreProcess, message: messages.Reply) -> None:
+        endpoint, future = self._calls.get(message.id, (None, None))
+        if endpoint is None or future is None or endpoint.core is not core or future.done():
             return  # the caller was cancelled
         if message.ok:
             future.set_result(message.value)
         else:
             future.set_exception(EngineDeadError(str(message.value)))
 
-    def _lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
+    def _on_groups_lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
         """Groups of a core are lost: their requests migrate to the others."""
-        gone = [lane for lane in self._lanes if lane.core is core and lane.group in message.groups]
-        for lane in gone:
-            lane.lost = message.message
+        lost = [endpoint for endpoint in self._endpoints if endpoint.core is core and endpoint.group in message.groups]
+        for endpoint in lost:
+            endpoint.lost = message.message
         for inbox in list(self._inboxes.values()):
-            if self._lanes[inbox.lane] in gone:
+            if self._endpoints[inbox.endpoint] in lost:
                 if inbox.left:
                     self._forget(inbox)
                 elif not inbox.ended:
                     self._resume(inbox, message.message)
-        for lane, future in self._calls.values():
-            if lane in gone and not future.done():
+        for endpoint, future in self._calls.values():
+            if endpoint in lost and not future.done():
                 future.set_exception(EngineDeadError(message.message))
 
     def _resume(self, inbox: Inbox, cause: str) -> None:
@@ -322,21 +326,21 @@ class CoreClient:
         request.num_migrations += 1
         inbox.leave()
         inbox.enter(number, self._router.loads[number])
-        self._lanes[number].send(request)
+        self._endpoints[number].send(request)
 
     def _died(self, core: CoreProcess, cause: str) -> None:
         for inbox in list(self._inboxes.values()):
-            if self._lanes[inbox.lane].core is core:
+            if self._endpoints[inbox.endpoint].core is core:
                 if inbox.left:
                     self._forget(inbox)
                 else:
                     inbox.fail(cause)
-        for lane, future in self._calls.values():
-            if lane.core is core and not future.done():
+        for endpoint, future in self._calls.values():
+            if endpoint.core is core and not future.done():
                 future.set_exception(EngineDeadError(cause))
 
     def _cause(self) -> str:
-        return "; ".join(dict.fromkeys(lane.dead for lane in self._lanes if lane.dead))
+        return "; ".join(dict.fromkeys(endpoint.dead for endpoint in self._endpoints if endpoint.dead))
 
 
 def _push(address: str, keys: JobKeys | None) -> zmq.asyncio.Socket:
@@ -347,17 +351,17 @@ def _push(address: str, keys: JobKeys | None) -> zmq.asyncio.Socket:
     return socket
 
 
-def _health(lane: _SchedulerEndpoint) -> Health:
-    status = lane.board.read()
+def _health(endpoint: _SchedulerEndpoint) -> Health:
+    status = endpoint.status.read()
     return Health(
-        alive=lane.dead is None,
+        alive=endpoint.dead is None,
         ready=status.ready,
         last_step=status.step,
         last_step_age=status.step_age,
         silence=status.silence,
-        oldest_queued_age=0.0 if lane.dead else status.oldest_queued_age,
-        num_running=0 if lane.dead else status.num_running,
-        num_waiting=0 if lane.dead else status.num_waiting,
-        num_used_tokens=0 if lane.dead else status.num_used_tokens,
-        dead=lane.dead,
+        oldest_queued_age=0.0 if endpoint.dead else status.oldest_queued_age,
+        num_running=0 if endpoint.dead else status.num_running,
+        num_waiting=0 if endpoint.dead else status.num_waiting,
+        num_used_tokens=0 if endpoint.dead else status.num_used_tokens,
+        dead=endpoint.dead,
     )

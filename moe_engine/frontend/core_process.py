@@ -40,7 +40,7 @@ class CoreProcess:
 
     from_core: zmq.Socket[bytes]
     """Bound; receives the messages of all groups' cores."""
-    boards: list[SharedStatus]
+    statuses: list[SharedStatus]
     """One per group."""
     to_core_addresses: list[str]
     """One per group, once the cores are ready."""
@@ -76,14 +76,14 @@ class CoreProcess:
             to_core,
             from_core,
             ready_address,
-            folder / "board",
+            folder / "status",
             outside_models=registry.added(),
             import_path=list(sys.path),
             ranks=ranks,
             front_address=front_address,
         )
         num_groups = ranks.num_groups if ranks is not None else 1
-        self.boards = [SharedStatus(spec.board_of(group), create=True) for group in range(num_groups)]
+        self.statuses = [SharedStatus(spec.status_path_of(group), create=True) for group in range(num_groups)]
         self.to_core_addresses = [spec.to_core_of(0)]
         self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
         self._held = StoppedProcessDetector(self._child)

@@ -21,17 +21,19 @@ class Router:
     Ties are broken round-robin, so that equal loads are spread evenly. ``auto`` is ``total_tokens``.
     """
 
-    def __init__(self, num_lanes: int, method: str = "auto") -> None:
-        self.loads = [Load() for _ in range(num_lanes)]
+    def __init__(self, num_endpoints: int, method: str = "auto") -> None:
+        self.loads = [Load() for _ in range(num_endpoints)]
         self._method = "total_tokens" if method == "auto" else method
         self._next = 0
 
     def choose(self, able: Sequence[int]) -> int:
         """One of the `able` schedulers, by index."""
         count = len(self.loads)
-        lane = min(able, key=lambda lane: (*self._weight(self.loads[lane]), (lane - self._next) % count))
-        self._next = (lane + 1) % count
-        return lane
+        endpoint = min(
+            able, key=lambda endpoint: (*self._weight(self.loads[endpoint]), (endpoint - self._next) % count)
+        )
+        self._next = (endpoint + 1) % count
+        return endpoint
 
     def _weight(self, load: Load) -> tuple[int, ...]:
         if self._method == "total_requests":

@@ -24,7 +24,7 @@ from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.frontend import Frontend
-from moe_engine.frontend.generate_input import LATER_FIELDS, GenerateInput, refuse_later_fields
+from moe_engine.frontend.generate_input import UNSUPPORTED_FIELDS, GenerateInput, refuse_unsupported_fields
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
@@ -70,7 +70,7 @@ class Engine:
         self._closed = False
         self._pid = os.getpid()
         try:
-            tokenizer = open_tokenizer(self.config)   # while the core loads: a broken tokenizer fails early
+            tokenizer = open_tokenizer(self.config)  # while the core loads: a broken tokenizer fails early
             self.info: EngineInfo = wait_ready(self._cores)
             self._frontend: Frontend = self._run(self._open(tokenizer))
         except BaseException:
@@ -248,8 +248,8 @@ class Engine:
 
 
 def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> GenerateInput:
-    refuse_later_fields(fields)
-    fields = {name: value for name, value in fields.items() if name not in LATER_FIELDS}
+    refuse_unsupported_fields(fields)
+    fields = {name: value for name, value in fields.items() if name not in UNSUPPORTED_FIELDS}
     if "data_parallel_rank" in fields:  # an older name
         fields.setdefault("routed_dp_rank", fields.pop("data_parallel_rank"))
     known = GenerateInput.__dataclass_fields__

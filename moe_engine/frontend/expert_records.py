@@ -32,14 +32,14 @@ class ExpertRecords:
         self._client = client
         self._unwritten: list[dict[str, Any]] = []
         """Counts collected from cores, which no longer hold them."""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Losses that a dump has reported, or that precede the recording."""
         self._dumping = asyncio.Lock()
 
     async def start(self) -> None:
         """Raises InputError: nothing can be recorded on this server."""
         await self._call("expert_start", status=400)
-        self._unwritten, self._told = [], set(self._losses())
+        self._unwritten, self._reported = [], set(self._losses())
 
     async def stop(self) -> None:
         """Raises InputError: nothing can be recorded on this server."""
@@ -61,24 +61,24 @@ class ExpertRecords:
             others = [part for part in parts if "counts" not in part]  # files of ranks, or the reason for a missing one
             paths = await self._write(self._unwritten + others)
             self._unwritten = []
-            lost += [loss for loss in self._losses() if loss not in self._told]
-            self._told.update(lost)
+            lost += [loss for loss in self._losses() if loss not in self._reported]
+            self._reported.update(lost)
             return Dump(paths, lost)
 
     async def _take(self) -> list[Any]:
         """The reply of every scheduler. Retries if one was lost meanwhile and no reply had counts: the lost one may
         have been the one that collects the counts of the other ranks, before or after they sent them."""
-        said: list[Any] = []
+        replies: list[Any] = []
         for _ in self._client.healths():  # each loss comes once
             known = self._losses()
-            said += (answers := await self._client.call_each("expert_take"))
+            replies += (answers := await self._client.call_each("expert_take"))
             new = [loss for loss in self._losses() if loss not in known]
             if any(isinstance(answer, dict) and answer.get("parts") for answer in answers):
                 break
             if not new or not self._client.health().alive:
                 break
-            said.append({"lost": f"{'; '.join(new)}: any records that other ranks had sent it for this dump"})
-        return said
+            replies.append({"lost": f"{'; '.join(new)}: any records that other ranks had sent it for this dump"})
+        return replies
 
     async def _write(self, parts: list[dict[str, Any]]) -> list[str]:
         """Writes through the first scheduler that survives the call; returns the paths."""

@@ -15,7 +15,7 @@ from moe_engine.unicode_checks import check_unicode
 
 MAX_RID_LENGTH = 256
 
-LATER_FIELDS = (
+UNSUPPORTED_FIELDS = (
     "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "custom_logit_processor",
     "bootstrap_host", "bootstrap_room", "return_hidden_states", "return_routed_experts", "max_thinking_tokens",
     "cache_salt",
@@ -65,9 +65,9 @@ class GenerateInput:
     """Stream chunks hold the whole output so far, unless the server's settings override it."""
 
 
-def refuse_later_fields(fields: Mapping[str, Any]) -> None:
+def refuse_unsupported_fields(fields: Mapping[str, Any]) -> None:
     """Raises InputError for fields that are set and not implemented yet."""
-    for name in LATER_FIELDS:
+    for name in UNSUPPORTED_FIELDS:
         if fields.get(name) not in (None, False, [], {}):
             raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
 

@@ -28,7 +28,7 @@ class Inbox:
         ended: the scheduler has ended the request.
     """
 
-    def __init__(self, request: AddRequest, lane: int, load: Load) -> None:
+    def __init__(self, request: AddRequest, endpoint: int, load: Load) -> None:
         self.request = request
         self.generated_ids: list[int] = []
         self.cached_tokens = 0
@@ -39,11 +39,11 @@ class Inbox:
         self._error: str | None = None
         self._event = asyncio.Event()
         self._num_tokens = len(request.prompt_ids)
-        self.enter(lane, load)
+        self.enter(endpoint, load)
 
-    def enter(self, lane: int, load: Load) -> None:
+    def enter(self, endpoint: int, load: Load) -> None:
         """Assigns the request to a scheduler and adds it to its load."""
-        self.lane, self._load = lane, load
+        self.endpoint, self._load = endpoint, load
         load.num_requests += 1
         load.num_tokens += self._num_tokens
 

@@ -93,8 +93,8 @@ class Struck:
             elastic_ep=True,
             **{**KERNELS, "moe_a2a_backend": "all_to_all", **flags},
         )
-        self.hub = psutil.Process(self.engine._cores[0].pid)
-        self.ranks = sorted(self.hub.children(), key=lambda process: (process.create_time(), process.pid))
+        self.supervisor = psutil.Process(self.engine._cores[0].pid)
+        self.ranks = sorted(self.supervisor.children(), key=lambda process: (process.create_time(), process.pid))
 
     def strike(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
         self.ranks[rank].send_signal(how)
@@ -117,7 +117,7 @@ def struck(path: Path, num_ranks: int, redundant: int, **flags: Any) -> Iterator
         yield running
     finally:
         running.engine.shutdown()
-    until(lambda: all(map(ended, [running.hub, *running.ranks])), "a process was left behind")
+    until(lambda: all(map(ended, [running.supervisor, *running.ranks])), "a process was left behind")
 
 
 def alone(path: Path, streams: Sequence[Stream], **flags: Any) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Parts of going on without lost ranks, each by itself: groups, watch, common steps, the front end's log of tokens."""
+"""Parts of surviving lost ranks, each by itself: groups, failure detector, step sync, migration of requests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.cluster import rank_supervisor as rank_hub
+from moe_engine.cluster import rank_supervisor
 from moe_engine.cluster.failure_detector import FailureDetector
 from moe_engine.cluster.heartbeat_client import HeartbeatClient
 from moe_engine.core import loop as core
 from moe_engine.core import messages
-from moe_engine.core.dp_sync import GONE, DPSync, StepExchange
+from moe_engine.core.dp_sync import LOST, DPSync, StepExchange
 from moe_engine.core.executor import RanksChanged, Survivors
 from moe_engine.errors import EngineDeadError
 from moe_engine.executor import messages as rank_messages
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
 from moe_engine.parallel.collectives import LOOK_AGAIN, Group, SingleRank
 from moe_engine.parallel.dispatch.rows import without_lost
@@ -155,42 +155,42 @@ def test_balancedness_is_that_of_the_ranks_left(alive: list[bool]) -> None:
     assert windows.add(1, physical) == pytest.approx(float(expected))
 
 
-# -- the watch
+# -- the detector
 
 
 class Watched:
     def __init__(self, coverage: Coverage | None) -> None:
         places = RankGroupOptions(4, lambda: None, num_groups=4).places
-        self.watch = FailureDetector(places, WatchLimits(silent=3.0), coverage=coverage)
+        self.detector = FailureDetector(places, DetectorLimits(silent=3.0), coverage=coverage)
         for rank in range(4):
-            self.watch.joined(rank, "here", 100 + rank)
-            self.watch.loaded(rank, {})
+            self.detector.joined(rank, "here", 100 + rank)
+            self.detector.loaded(rank, {})
         self.told: list[Survivors] = []
-        self.watch.on_survivors(self.told.append)
-        self.watch.arm()
+        self.detector.on_survivors(self.told.append)
+        self.detector.arm()
 
     def run(self, seconds: float, silent: tuple[int, ...] = ()) -> None:
         for _ in range(round(seconds / 0.1)):
             for rank in {0, 1, 2, 3}.difference(silent):
-                self.watch.beat(rank, Position())
-            self.watch.tick(0.1)
+                self.detector.beat(rank, Position())
+            self.detector.tick(0.1)
 
 
 def test_losses_of_a_moment_are_told_at_once_and_what_fails_behind_them_is_no_news() -> None:
     ranks = Watched(Coverage(8, 4))
-    ranks.watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
-    ranks.watch.failed(2, "all_to_all failed", peer_lost=True)
-    ranks.watch.died(3, "DP3 TP3 (pid 103) was killed by SIGKILL")
+    ranks.detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
+    ranks.detector.failed(2, "all_to_all failed", peer_lost=True)
+    ranks.detector.died(3, "DP3 TP3 (pid 103) was killed by SIGKILL")
     assert not ranks.told
     ranks.run(0.3)
     (survivors,) = ranks.told
     assert survivors.alive == (False, True, True, False) and survivors.generation == 1
     assert "DP0 TP0 (pid 100)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
-    ranks.watch.failed(2, "step 7 failed", peer_lost=False, generation=0)  # what it had under way
+    ranks.detector.failed(2, "step 7 failed", peer_lost=False, generation=0)  # what it had under way
     ranks.run(8.0, silent=(0, 3))  # the lost are not missed again
-    assert ranks.watch.verdict is None and len(ranks.told) == 1
-    ranks.watch.failed(2, "step 9 failed", peer_lost=False, generation=1)
-    assert "step 9 failed" in str(ranks.watch.verdict)
+    assert ranks.detector.failure is None and len(ranks.told) == 1
+    ranks.detector.failed(2, "step 9 failed", peer_lost=False, generation=1)
+    assert "step 9 failed" in str(ranks.detector.failure)
 
 
 def test_a_silent_rank_is_lost_until_experts_have_no_room() -> None:
@@ -198,38 +198,38 @@ def test_a_silent_rank_is_lost_until_experts_have_no_room() -> None:
     ranks.run(4.0, silent=(2,))
     assert [survivors.alive for survivors in ranks.told] == [(True, True, False, True)]
     assert "DP2 TP2 (pid 102) silent for 3." in ranks.told[0].losses[0]
-    ranks.watch.died(1, "DP1 TP1 (pid 101) exited with code 1")
-    verdict = str(ranks.watch.verdict)
-    assert "DP1 TP1 (pid 101) exited with code 1" in verdict
-    assert "2 of 4 ranks cannot hold 8 experts in 3 slots each: --ep-num-redundant-experts 8 would" in verdict
+    ranks.detector.died(1, "DP1 TP1 (pid 101) exited with code 1")
+    failure = str(ranks.detector.failure)
+    assert "DP1 TP1 (pid 101) exited with code 1" in failure
+    assert "2 of 4 ranks cannot hold 8 experts in 3 slots each: --ep-num-redundant-experts 8 would" in failure
 
 
 def test_the_end_names_all_that_went_at_that_moment() -> None:
     ranks = Watched(Coverage(8, 3))
     for rank in (1, 2):
-        ranks.watch.died(rank, f"DP{rank} TP{rank} (pid 10{rank}) was killed by SIGKILL")
-    verdict = str(ranks.watch.verdict)
-    assert "DP1 TP1 (pid 101) was killed" in verdict and "DP2 TP2 (pid 102) was killed" in verdict
-    assert "2 of 4 ranks cannot hold 8 experts" in verdict and not ranks.told
+        ranks.detector.died(rank, f"DP{rank} TP{rank} (pid 10{rank}) was killed by SIGKILL")
+    failure = str(ranks.detector.failure)
+    assert "DP1 TP1 (pid 101) was killed" in failure and "DP2 TP2 (pid 102) was killed" in failure
+    assert "2 of 4 ranks cannot hold 8 experts" in failure and not ranks.told
 
 
 def test_without_the_flag_a_loss_ends_all() -> None:
     ranks = Watched(None)
-    ranks.watch.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
-    assert "SIGKILL" in str(ranks.watch.verdict) and not ranks.told
+    ranks.detector.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
+    assert "SIGKILL" in str(ranks.detector.failure) and not ranks.told
 
 
-# -- the hub
+# -- the supervisor
 
 
-class Hub:
-    """A hub whose ranks are links of this process."""
+class SupervisedRanks:
+    """A supervisor whose ranks are links of this process."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rank_hub, "LocalRanks", Mock())
-        monkeypatch.setattr(rank_hub, "open_store", lambda options, host: Mock(port=1))
+        monkeypatch.setattr(rank_supervisor, "LocalRanks", Mock())
+        monkeypatch.setattr(rank_supervisor, "open_store", lambda options, host: Mock(port=1))
         options = RankGroupOptions(3, lambda: None, num_groups=3, coverage=Coverage(4, 4))
-        self.hub = rank_hub.RankSupervisor(None, options, Mock(board_path=folder / "board"))
+        self.supervisor = rank_supervisor.RankSupervisor(None, options, Mock(status_path=folder / "status"))
         self.told: list[Survivors] = []
         self.busy: dict[int, Future[Any]] = {}
         """What ranks are asked that do not answer."""
@@ -242,7 +242,7 @@ class Hub:
                 answer.set_result(f"{method} of {rank}")
             return answer
 
-        hello, limits = rank_messages.Hello(rank, "here", 100 + rank), WatchLimits(silent=60.0)
+        hello, limits = rank_messages.Hello(rank, "here", 100 + rank), DetectorLimits(silent=60.0)
         link = HeartbeatClient(
             address,
             f"rank{rank}",
@@ -259,61 +259,61 @@ class Hub:
     def close(self) -> None:
         for link in self.links:
             link.close()
-        self.hub.close()
+        self.supervisor.close()
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    running = Hub(tmp_path, monkeypatch)
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SupervisedRanks]:
+    running = SupervisedRanks(tmp_path, monkeypatch)
     yield running
     running.close()
 
 
-def test_the_hub_has_no_rank_of_its_own_and_tells_every_loss(hub: Hub) -> None:
-    assert hub.hub.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
-    hub.hub._watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anybody listens
-    until(lambda: len(hub.told) == 2, "the ranks were not told")
+def test_the_supervisor_has_no_rank_of_its_own_and_tells_every_loss(supervised: SupervisedRanks) -> None:
+    assert supervised.supervisor.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
+    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anybody listens
+    until(lambda: len(supervised.told) == 2, "the ranks were not told")
     told: list[messages.GroupsLost] = []
 
     def tell(news: messages.GroupsLost) -> None:
         told.append(news)
-        hub.links[1].send(rank_messages.Ended(1))
+        supervised.links[1].send(rank_messages.Ended(1))
 
-    hub.hub.run(tell)
+    supervised.supervisor.run(tell)
     ((groups, message),) = [(news.groups, news.message) for news in told]
     assert groups == [0] and "DP0 TP0 (pid 100) was killed by SIGKILL" in message
-    assert {survivors.alive for survivors in hub.told} == {(False, True, True)}
+    assert {survivors.alive for survivors in supervised.told} == {(False, True, True)}
 
 
-def test_any_rank_asks_all_others(hub: Hub) -> None:
-    hub.hub.start()
-    assert hub.links[0].ask_others(0, "view").result(30) == ["view of 1", "view of 2"]
-    hub.hub._watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
-    until(lambda: len(hub.told) == 2, "the ranks were not told")
-    assert hub.links[1].ask_others(1, "view").result(30) == ["view of 2"]
+def test_any_rank_asks_all_others(supervised: SupervisedRanks) -> None:
+    supervised.supervisor.start()
+    assert supervised.links[0].ask_others(0, "view").result(30) == ["view of 1", "view of 2"]
+    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
+    until(lambda: len(supervised.told) == 2, "the ranks were not told")
+    assert supervised.links[1].ask_others(1, "view").result(30) == ["view of 2"]
 
 
-def test_what_the_others_have_told_is_not_lost_with_one_that_did_not_answer(hub: Hub) -> None:
-    hub.hub.start()
-    hub.busy[2] = Future()
-    asked = hub.links[0].ask_others(0, "dump")
+def test_what_the_others_have_told_is_not_lost_with_one_that_did_not_answer(supervised: SupervisedRanks) -> None:
+    supervised.supervisor.start()
+    supervised.busy[2] = Future()
+    asked = supervised.links[0].ask_others(0, "dump")
     with pytest.raises(TimeoutError):
         asked.result(0.3)
-    hub.hub._watch.died(2, "DP2 TP2 (pid 102) was killed by SIGKILL")
+    supervised.supervisor._detector.died(2, "DP2 TP2 (pid 102) was killed by SIGKILL")
     assert asked.result(30) == ["dump of 1"]
 
 
-def test_a_rank_that_has_served_to_the_end_is_not_missed_before_it_was_heard(hub: Hub) -> None:
-    hub.hub.start()
+def test_a_rank_that_has_served_to_the_end_is_not_missed_before_it_was_heard(supervised: SupervisedRanks) -> None:
+    supervised.supervisor.start()
     heard = threading.Event()
 
     def end() -> None:
-        time.sleep(0.3)  # a hub that is slow to read
+        time.sleep(0.3)  # a supervisor that is slow to read
         heard.set()
 
-    hub.hub._watch.end = end  # type: ignore[method-assign]
-    hub.links[1].send(rank_messages.Ended(1))
-    hub.links[1].close(heard=True)
+    supervised.supervisor._detector.end = end  # type: ignore[method-assign]
+    supervised.links[1].send(rank_messages.Ended(1))
+    supervised.links[1].close(acknowledged=True)
     assert heard.is_set()
 
 
@@ -321,25 +321,27 @@ def test_a_rank_that_has_served_to_the_end_is_not_missed_before_it_was_heard(hub
 
 
 def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
-    meshes = [StepExchange(group, 3, f"ipc://{tmp_path}/steps-{group}") for group in range(3)]
-    for mesh in meshes:
-        mesh.connect([other.address for other in meshes])
-    steps = [DPSync(mesh, lambda: None) for mesh in meshes[:2]]
-    meshes[2].tell(1, StepFacts(num_tokens=9))  # its last words
-    meshes[0].tell(1, StepFacts(num_tokens=8))  # of a step that never was
+    exchanges = [StepExchange(group, 3, f"ipc://{tmp_path}/steps-{group}") for group in range(3)]
+    for exchange in exchanges:
+        exchange.connect([other.address for other in exchanges])
+    steps = [DPSync(exchange, lambda: None) for exchange in exchanges[:2]]
+    exchanges[2].send(1, StepFacts(num_tokens=9))  # its last words
+    exchanges[0].send(1, StepFacts(num_tokens=8))  # of a step that never was
 
     def part(group: int) -> list[tuple[StepFacts, ...] | None]:
         steps[group].regroup(1, [True, True, False])
-        return [steps[group].agree(StepPlan(40 + n), StepFacts(num_tokens=10 * group + n)).dp_facts for n in range(3)]
+        return [
+            steps[group].sync_step(StepPlan(40 + n), StepFacts(num_tokens=10 * group + n)).dp_facts for n in range(3)
+        ]
 
     try:
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(part, range(2))
-        expected = [(StepFacts(num_tokens=n), StepFacts(num_tokens=10 + n), GONE) for n in range(3)]
+        expected = [(StepFacts(num_tokens=n), StepFacts(num_tokens=10 + n), LOST) for n in range(3)]
         assert first == second == expected
     finally:
-        for mesh in meshes:
-            mesh.close()
+        for exchange in exchanges:
+            exchange.close()
 
 
 def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(

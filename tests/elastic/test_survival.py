@@ -79,7 +79,7 @@ def test_killed_in_decode_then_another_in_prefill_until_no_more_may_go(checkpoin
         finish(last)
         assert all("DP3 TP3" in stream.error and "SIGKILL" in stream.error for stream in last)
         assert all("--ep-num-redundant-experts 48 would have covered the loss" in stream.error for stream in last)
-        until(lambda: not running.hub.is_running(), "the hub did not leave")
+        until(lambda: not running.supervisor.is_running(), "the supervisor did not leave")
 
 
 def test_two_killed_at_once_while_experts_move(
@@ -142,7 +142,7 @@ def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
         assert sum(sum(state["speculation"]["accepted"]) for state in states) > 0
         assert ended(running.ranks[0]), "it must not come back"
 
-        running.hub.suspend()  # nobody goes on without a watch: of requests one after the other, some soon fails
+        running.supervisor.suspend()  # nobody goes on without a watch: of requests one after the other, some soon fails
         errors: list[str] = []
 
         def fails() -> bool:
@@ -151,6 +151,6 @@ def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
             errors.append(stream.error)
             return bool(stream.error)
 
-        until(fails, "the ranks go on without a hub")
-        assert f"the hub of all ranks (pid {running.hub.pid}) silent for" in errors[-1]
-        running.hub.kill()
+        until(fails, "the ranks go on without a supervisor")
+        assert f"the rank supervisor (pid {running.supervisor.pid}) silent for" in errors[-1]
+        running.supervisor.kill()

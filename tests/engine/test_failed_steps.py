@@ -71,7 +71,7 @@ def engine(
 ) -> Iterator[InProcessEngine]:
     engine = InProcessEngine(
         checkpoint,
-        tmp_path_factory.mktemp("board") / "board",
+        tmp_path_factory.mktemp("status") / "status",
         dtype="float32",
         max_total_tokens=2048,
         max_running_requests=12,
@@ -175,7 +175,7 @@ def test_a_plan_that_is_too_large_never_reaches_the_worker(engine: InProcessEngi
         Scheduler(config),
         engine.worker,
         port,
-        engine._board,
+        engine._status,
         StepReporter(),
         eos_token_ids=frozenset(engine.config.model.eos_token_ids),
         problem_of=lambda plan: seen.append(plan.num_tokens) or ("too large" if plan.num_tokens > 60 else None),

@@ -156,12 +156,12 @@ class RunningCore:
         self.into = context.socket(zmq.PUSH)
         self.into.connect(f"ipc://{folder}/to")
         config = SchedulerConfig(num_slots=400, context_len=100, max_rows=6)
-        worker, board = SteppingWorker(config), SharedStatus(folder / "board", create=True)
+        worker, status = SteppingWorker(config), SharedStatus(folder / "status", create=True)
         core = EngineCore(
             Scheduler(config),
             worker,
             self._port,
-            board,
+            status,
             StepReporter(),
             eos_token_ids=frozenset((1,)),
             experts=ExpertCalls(worker, folder / "dumps"),
@@ -218,7 +218,7 @@ def test_a_reader_that_ends_fails_everything_with_the_reason(tmp_path: Path, mon
     async def run() -> None:
         async with client_of(tmp_path, 2, 1) as (client, (first, second)):
             tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
-            call = asyncio.create_task(client._call(client._lanes[0], "internal_state", {}))
+            call = asyncio.create_task(client._call(client._endpoints[0], "internal_state", {}))
             await asyncio.gather(first.got(0), first.got(1), second.got(0))
             with monkeypatch.context() as broken:
                 broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)

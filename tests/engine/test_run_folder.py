@@ -43,7 +43,7 @@ def test_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
     ) as other:  # fmt: skip
         assert other.stdout is not None
         path = Path(other.stdout.readline().strip())
-        (path / "board").write_text("x")
+        (path / "status").write_text("x")
         mine = RuntimeDir()
         assert path.is_dir() and mine.path.is_dir() and mine.path != path
         other.kill()

@@ -125,7 +125,7 @@ def test_a_dump_that_nobody_is_left_to_write_says_so() -> None:
     (response,) = dumps(Dead(), 1)
     assert response.status_code == 503
     assert response.json()["error"]["message"].endswith(
-        f"{DEAD}; the dump was not written, and what was recorded is lost"
+        f"{DEAD}; the dump was not written, and the recorded counts are lost"
     )
 
 

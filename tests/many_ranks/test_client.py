@@ -29,7 +29,7 @@ class FakeCore:
         self.from_core: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self.from_core.bind(f"ipc://{folder}/{name}-from")
         self.to_core_addresses = [f"ipc://{folder}/{name}-{group}" for group in range(groups)]
-        self.boards = [SharedStatus(folder / f"{name}-board-{group}", create=True) for group in range(groups)]
+        self.statuses = [SharedStatus(folder / f"{name}-status-{group}", create=True) for group in range(groups)]
         self.dead: str | None = None
         self.stopped: float | None = None
         self._groups: dict[str, int] = {}
@@ -272,7 +272,7 @@ def test_a_dump_is_of_those_that_are_left_and_names_what_went_meanwhile(tmp_path
             core.send(messages.Reply(id=write.id, value={"paths": ["of-rank-1.pt"]}))
             done = await dump
             assert done.paths == ["of-rank-1.pt"]
-            assert done.lost == [f"{KILLED}: what others had told it for this dump, if they had", KILLED]
+            assert done.lost == [f"{KILLED}: any records that other ranks had sent it for this dump", KILLED]
 
     asyncio.run(run())
 
@@ -294,10 +294,10 @@ def test_a_client_that_leaves_aborts_where_its_request_is(tmp_path: Path) -> Non
 def test_health_is_of_all_together(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 1) as (client, (first, second)):
-            first.boards[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
-            first.boards[1].write(ready=1, num_running=3, num_used_tokens=5)
+            first.statuses[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
+            first.statuses[1].write(ready=1, num_running=3, num_used_tokens=5)
             assert not client.health().ready
-            second.boards[0].write(ready=1, num_waiting=4)
+            second.statuses[0].write(ready=1, num_waiting=4)
             health = client.health()
             assert health.ready and health.alive and health.dead is None
             assert (health.num_running, health.num_waiting, health.num_used_tokens) == (5, 5, 35)
@@ -308,7 +308,7 @@ def test_health_is_of_all_together(tmp_path: Path) -> None:
 def test_only_a_stalled_replica_is_ended(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
-            first.boards[0].write(num_running=1)
+            first.statuses[0].write(num_running=1)
             client.stop_stalled(lambda health: "no step for 300 s" if health.num_running else None)
             assert first.dead == "core0 was killed: no step for 300 s" and second.dead is None
             await client.shutdown()

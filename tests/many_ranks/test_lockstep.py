@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.core.dp_sync import GONE, DPSync, PrefillTurns, StepExchange
+from moe_engine.core.dp_sync import LOST, DPSync, PrefillTurns, StepExchange
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import Speculation, StepFacts, StepPlan
@@ -62,16 +62,16 @@ def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepExchan
 
 def test_a_message_of_a_later_step_waits_for_its_turn(meshes: Callable[[int], list[StepExchange]]) -> None:
     first, second, third = meshes(3)
-    second.tell(1, StepFacts(num_tokens=21))
-    second.tell(2, StepFacts(num_tokens=22))
-    third.tell(1, StepFacts(num_tokens=31))
-    first.tell(1, StepFacts(num_tokens=11))
+    second.send(1, StepFacts(num_tokens=21))
+    second.send(2, StepFacts(num_tokens=22))
+    third.send(1, StepFacts(num_tokens=31))
+    first.send(1, StepFacts(num_tokens=11))
     assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [11, 21, 31]
     assert first.begun(2) and not first.begun(3)
-    first.tell(2, StepFacts(num_tokens=12))
+    first.send(2, StepFacts(num_tokens=12))
     with pytest.raises(EngineDeadError):
         first.dp_facts(2, lost)  # the third has not come
-    third.tell(2, StepFacts(num_tokens=32))
+    third.send(2, StepFacts(num_tokens=32))
     assert [facts.num_tokens for facts in first.dp_facts(2, lambda: None)] == [12, 22, 32]
 
 
@@ -84,7 +84,7 @@ def test_who_rests_hears_that_a_step_begins(meshes: Callable[[int], list[StepExc
     deadline = time.monotonic() + 60
     while not idle.is_due():
         assert time.monotonic() < deadline
-    plan = idle.agree(StepPlan(7), StepFacts())
+    plan = idle.sync_step(StepPlan(7), StepFacts())
     thread.join(5)
     assert plan.number == 7 and plan.dp_facts == (facts, StepFacts()) == busy.last
     assert not idle.is_due() and not idle.all_leave()
@@ -95,8 +95,8 @@ def test_facts_travel_whole(meshes: Callable[[int], list[StepExchange]]) -> None
     facts = StepFacts()
     for i, field in enumerate(dataclasses.fields(StepFacts)):
         facts = dataclasses.replace(facts, **{field.name: True if isinstance(field.default, bool) else 2 + i})
-    second.tell(1, facts)
-    first.tell(1, StepFacts())
+    second.send(1, facts)
+    first.send(1, StepFacts())
     assert first.dp_facts(1, lambda: None) == (StepFacts(), facts)
 
 
@@ -107,7 +107,7 @@ def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[S
 
     def scheduler(group: int) -> None:
         for leaving in leaves[group]:
-            steps[group].agree(StepPlan(0), StepFacts(leaving=leaving))
+            steps[group].sync_step(StepPlan(0), StepFacts(leaving=leaving))
             left[group].append(steps[group].all_leave())
 
     with ThreadPoolExecutor(2) as threads:
@@ -117,7 +117,7 @@ def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[S
 
 def test_who_waits_notices_a_lost_rank(meshes: Callable[[int], list[StepExchange]]) -> None:
     with pytest.raises(EngineDeadError, match="a rank is lost"):
-        DPSync(meshes(2)[0], lost).agree(StepPlan(1), StepFacts())
+        DPSync(meshes(2)[0], lost).sync_step(StepPlan(1), StepFacts())
 
 
 def test_turns_of_prompts() -> None:
@@ -144,16 +144,16 @@ def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], l
     here, peer, _ = meshes(3)
     alive = [True, True, False]
     peer.regroup(1, alive)
-    peer.tell(1, StepFacts(num_tokens=21))
+    peer.send(1, StepFacts(num_tokens=21))
     assert here.socket.poll(30_000)
     assert not here.begun(1)  # reads the message: it belongs to no step of the old generation
     steps = DPSync(here, lost)  # a wait for a message that was dropped ends at `lost`
     steps.regroup(1, alive)
     assert steps.is_due()
-    assert steps.agree(StepPlan(1), StepFacts(num_tokens=11)).dp_facts == (
+    assert steps.sync_step(StepPlan(1), StepFacts(num_tokens=11)).dp_facts == (
         StepFacts(num_tokens=11),
         StepFacts(num_tokens=21),
-        GONE,
+        LOST,
     )
 
 
@@ -167,8 +167,8 @@ def test_turns_of_prompts_count_the_groups_that_are_alive(meshes: Callable[[int]
     for number, (facts, may_prefill) in enumerate(
         [(StepFacts(num_running=3), False), (StepFacts(num_running=3, num_waiting=1), True)], 1
     ):
-        peer.tell(number, facts)
-        steps.agree(StepPlan(number), StepFacts(num_running=3))
+        peer.send(number, facts)
+        steps.sync_step(StepPlan(number), StepFacts(num_running=3))
         assert steps.may_prefill() is may_prefill
 
 
@@ -187,7 +187,7 @@ def test_facts_of_a_plan() -> None:
     assert (facts.num_logits, facts.num_drafting, facts.depth) == (3 + 1 + 1, 1, 2)
 
 
-def test_a_board_shown_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_from_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clocks of machines differ: what travels are ages, and what was never set stays unset."""
     here, there = (SharedStatus(tmp_path / name, create=True) for name in ("here", "there"))
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)

@@ -16,14 +16,16 @@ import psutil
 from moe_engine.config.args import EngineArgs
 from moe_engine.core import messages
 from moe_engine.errors import EngineDeadError
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.start import engine_info
 from moe_engine.planning.prepare import prepare
 from moe_engine.sampling_checks import parse_sampling
 
-LIMITS = WatchLimits(silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4)
+LIMITS = DetectorLimits(
+    silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4
+)
 """Late after a fixed time, however long steps take on this machine."""
 PATIENCE = 60.0
 """Seconds, for what a slow machine takes long for: far above what it takes."""

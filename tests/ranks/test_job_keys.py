@@ -92,8 +92,8 @@ def test_steps_and_plans_cross_with_the_secret_alone(sockets: list[zmq.Socket[by
         mesh.connect([first.address, second.address])
     for keys in others():
         stranger(zmq.PUSH, first.address, keys, sockets).send(b"x")
-    second.tell(1, StepFacts(num_tokens=2))
-    first.tell(1, StepFacts(num_tokens=1))
+    second.send(1, StepFacts(num_tokens=2))
+    first.send(1, StepFacts(num_tokens=1))
     assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
     first.begun(2)
     assert first.num_dropped == 0

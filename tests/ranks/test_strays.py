@@ -28,7 +28,7 @@ from moe_engine.core.dp_sync import DPSync, StepExchange, StepFactsMessage
 from moe_engine.core.executor import Survivors
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.executor import messages
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Step
 from moe_engine.executor.progress import Position
 from moe_engine.types import StepFacts, StepPlan
@@ -36,7 +36,7 @@ from tests.ranks.strays import Strays, encode
 
 NUM_FRAMES = int(os.environ.get("MOE_ENGINE_TEST_FRAMES", "600"))
 SECONDS = 60.0
-LIMITS = WatchLimits(silent=30.0, start_silent=30.0)
+LIMITS = DetectorLimits(silent=30.0, start_silent=30.0)
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
@@ -62,15 +62,15 @@ class Group:
         self.options = options or RankGroupOptions(
             2, lambda: None, num_nodes=2, leader_address="127.0.0.1:1", limits=LIMITS
         )
-        self.watch = FailureDetector(self.options.places, LIMITS, Position, ("here", 1))
-        self.boards: list[tuple[int, list[float]]] = []
-        self.control = ControlServer(address, self.options, self.watch, lambda *shown: self.boards.append(shown))
+        self.detector = FailureDetector(self.options.places, LIMITS, Position, ("here", 1))
+        self.statuses: list[tuple[int, list[float]]] = []
+        self.control = ControlServer(address, self.options, self.detector, lambda *shown: self.statuses.append(shown))
         self.left: list[str] = []
         self.link = self._link(1)
         self.link.send(messages.Loaded(1, {}))
-        self.watch.loaded(0, {})
+        self.detector.loaded(0, {})
         until(lambda: self.link.go.done(), "the rank is not ready")
-        self.watch.arm()
+        self.detector.arm()
 
     def _link(self, rank: int) -> HeartbeatClient:
         def run(method: str) -> Future[Any]:
@@ -88,8 +88,8 @@ class Group:
     def check(self) -> None:
         """It lives, and a call reaches the rank and comes back."""
         assert self.control.call_all("view").result(SECONDS) == ["view"]
-        assert self.watch.verdict is None and not self.watch.ending and self.left == []
-        assert {"rank control", "rank link"} <= {thread.name for thread in threading.enumerate()}
+        assert self.detector.failure is None and not self.detector.ending and self.left == []
+        assert {"rank control", "heartbeat"} <= {thread.name for thread in threading.enumerate()}
 
     def close(self) -> None:
         self.link.close()
@@ -168,17 +168,17 @@ def test_a_process_that_comes_second_is_sent_away_with_the_reason(group: Group) 
 
 
 def test_a_thread_of_the_control_channel_that_fails_is_a_verdict(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts: list[str] = []
-    group.watch.on_verdict(lambda verdict: verdicts.append(str(verdict)))
-    monkeypatch.setattr(group.watch, "tick", lambda elapsed: 1 / 0)
-    until(lambda: verdicts, "the end of the thread was not noticed")
-    assert verdicts == ['the thread "rank control" failed: ZeroDivisionError: division by zero']
+    failures: list[str] = []
+    group.detector.on_failure(lambda failure: failures.append(str(failure)))
+    monkeypatch.setattr(group.detector, "tick", lambda elapsed: 1 / 0)
+    until(lambda: failures, "the end of the thread was not noticed")
+    assert failures == ['the thread "rank control" failed: ZeroDivisionError: division by zero']
 
 
 def test_a_link_that_fails_ends_its_process(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group.link, "_sign", lambda: 1 / 0)
+    monkeypatch.setattr(group.link, "_make_beat", lambda: 1 / 0)
     until(lambda: group.left, "the end of the thread was not noticed")
-    assert group.left[0].startswith('the thread "rank link" failed: ZeroDivisionError')
+    assert group.left[0].startswith('the thread "heartbeat" failed: ZeroDivisionError')
 
 
 class FakeLeader:
@@ -328,8 +328,8 @@ def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMe
     sender.send_multipart([encode(told), encode(told)])
     sender.send(b"\xc1")
     until(lambda: not first.begun(1) and first.num_dropped == 3, "it was not counted")
-    second.tell(1, StepFacts(num_tokens=2))
-    first.tell(1, StepFacts(num_tokens=1))
+    second.send(1, StepFacts(num_tokens=2))
+    first.send(1, StepFacts(num_tokens=1))
     assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
     assert first._told == {}
     for closing in (first, second):
@@ -339,12 +339,12 @@ def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMe
 
 def test_a_part_that_comes_twice_counts_once(tmp_path: Path) -> None:
     first, second = meshes(tmp_path)
-    second.tell(1, StepFacts(num_tokens=2))
+    second.send(1, StepFacts(num_tokens=2))
     until(lambda: first.begun(1), "it has not arrived")
     sender = stranger(zmq.PUSH, first.address)
     sender.send(encode(StepFactsMessage(1, 1, StepFacts(num_tokens=9))))
     until(lambda: first.begun(1) and first.num_dropped == 1, "it was not counted")
-    first.tell(1, StepFacts(num_tokens=1))
+    first.send(1, StepFacts(num_tokens=1))
     assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
     for closing in (first, second):
         closing.close()

@@ -53,7 +53,7 @@ NATIVE = [
     ({"text": "a", "rid": ""}, "rid: expected a string that is not empty"),
     ({"text": "a", "rid": "x" * 300}, "rid: 300 characters long; at most 256"),
     ({"text": "a", "rid": "a\nb"}, "rid: "),
-    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: the same id twice"),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: duplicate id"),
     ({"text": ["a", "b"], "rid": ["x"]}, "rid: 1 ids for 2 prompts"),
     ({"text": "a", "stream": "yes"}, "stream: expected true or false"),
     ({"text": "a", "return_logprob": 1}, "return_logprob: expected true or false"),

@@ -156,7 +156,7 @@ class Counted:
 @asynccontextmanager
 async def app_over(folder: Path) -> AsyncIterator[tuple[Any, FakeCore]]:
     async with client_of(folder, 1) as (client, (core,)):
-        core.boards[0].write(ready=1)
+        core.statuses[0].write(ready=1)
         yield create_app(Frontend(client, TOKENIZER), client, ServerSettings()), core
 
 
