@@ -41,7 +41,7 @@ CASES = [
     (NODES, "0", "nohost.invalid:20000", "unknown host"),
     (NODES, "0", "a..b:20000", "unknown host"),
     (NODES, "0", "192.0.2.1:20000", "not an address of this host"),
-    (NODES, "0", "[::1]:20000", "an IPv6 address does not serve"),
+    (NODES, "0", "[::1]:20000", "IPv6 addresses are not supported"),
     (NODES, "0", "127.0.0.1:TAKEN", "the port is in use"),
     (NODES, "0", "127.0.0.1:70000", "must be HOST:PORT"),
     (NODES, "0", "127.0.0.1", "must be HOST:PORT"),
