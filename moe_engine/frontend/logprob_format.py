@@ -93,8 +93,10 @@ class PythonLogprobs:
         chosen = [self._entry(*pair) for pair in zip(ids_of(block.token_ids), values)]
         top = map(self._entry, ids_of(block.top_ids), floats_of(block.top))
         asked = map(self._entry, self._options.token_ids * count, floats_of(block.asked))
-        rivals = ([_rivals(*pair) for pair in zip(rows_of(list(flat), count), values)] for flat in (top, asked))
-        return [chosen, *rivals]
+        alternatives = (
+            [_alternatives(*pair) for pair in zip(rows_of(list(flat), count), values)] for flat in (top, asked)
+        )
+        return [chosen, *alternatives]
 
     def _entry(self, token: int, value: float) -> list[Any]:
         return [None if math.isnan(value) else value, token, self._text(token)]
@@ -103,7 +105,7 @@ class PythonLogprobs:
         return named(self._options, [list(column) for column in columns] or [[], [], []])
 
 
-def _rivals(row: list[Any], value: float) -> list[Any] | None:
+def _alternatives(row: list[Any], value: float) -> list[Any] | None:
     return None if math.isnan(value) else row or None
 
 

@@ -61,7 +61,7 @@ class NativeApi:
 
     def read_generate(self, body: dict[str, Any]) -> Plan:
         refuse_unsupported_fields(body)
-        if body.get("routed_dp_rank") is None:  # its older name
+        if body.get("routed_dp_rank") is None:  # the older name is data_parallel_rank
             body["routed_dp_rank"] = body.get("data_parallel_rank")
         inp = GenerateInput(**{name: body[name] for name in _FIELDS if body.get(name) is not None})
         inp.stream = boolean(body, "stream")
@@ -83,7 +83,7 @@ class NativeApi:
         return Response(status_code=200)
 
     async def flush_cache(self, request: Request) -> Response:
-        """Forgets cached prefixes, if need be once the server is idle within `timeout` seconds (in the query)."""
+        """Clears the prefix cache; with `timeout` (query, seconds) waits for the server to become idle."""
         if await cancel_on_disconnect(request, self._flush(time.monotonic() + _flush_timeout(request))):
             return Response(
                 "Cache flushed.\nPlease check backend logs for more details. "

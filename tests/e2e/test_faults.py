@@ -112,10 +112,10 @@ def test_stopped_core_is_noticed_though_it_was_idle(checkpoint: Path, tmp_path: 
         with server.client() as client:
             wait_for(is_sick)
         assert server.process.wait(60) == 1
-        assert "no sign of life" in server.log and all("no sign of life" in text for text in said)
+        assert "no heartbeat" in server.log and all("no heartbeat" in text for text in said)
         for thread in threads:
             thread.join(60)
-        assert all(a.status_code == 503 and "no sign of life" in a.text for a in answers)  # type: ignore[attr-defined]
+        assert all(a.status_code == 503 and "no heartbeat" in a.text for a in answers)  # type: ignore[attr-defined]
         assert not core.is_running()
 
 

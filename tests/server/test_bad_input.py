@@ -145,7 +145,7 @@ OPENAI = [
     ("completions", {"prompt": "a", "stop_token_ids": [99999]}, "stop_token_ids", "stop_token_ids: token id 99999"),
     ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "suffix: not available yet"),
     ("completions", {"prompt": [[5], [5] * 256]}, "prompt[1]", "The input (256 tokens) is longer than"),
-    ("completions", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "more answers than n asks for"),
+    ("completions", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "values above n"),
     ("completions", {"prompt": "a", "best_of": "x"}, "best_of", "best_of: expected int, got str"),
     ("completions", {"prompt": "a", "lora_path": "x"}, "lora_path", "not available yet"),
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "key 'x' is not a token id"),

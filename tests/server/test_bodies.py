@@ -21,7 +21,7 @@ from starlette.routing import Route
 from moe_engine.frontend.prepare import THREAD_CHARS
 from moe_engine.server import bodies, http_io, text_process
 from moe_engine.server.bodies import PROCESS_BYTES
-from moe_engine.server.control_api import LATER_ENDPOINTS
+from moe_engine.server.control_api import UNSUPPORTED_ENDPOINTS
 from moe_engine.server.text_frames import HEADER, Kind, frame
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def shown(response: httpx.Response) -> tuple[int, str]:
 def test_every_endpoint_that_takes_a_body_is_here():
     routes = [route for route in make_app(FakeClient()).routes if isinstance(route, Route) or hasattr(route, "methods")]
     paths = {route.path for route in routes if "POST" in (route.methods or ())}
-    assert paths - set(LATER_ENDPOINTS) - CONTROL == {path for path, _ in CASES}
+    assert paths - set(UNSUPPORTED_ENDPOINTS) - CONTROL == {path for path, _ in CASES}
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_many_large_bodies_wait_in_bounded_numbers(monkeypatch):
             return answers[-1].status_code == 503
 
         until(refused)
-        assert "3 requests with large bodies are waiting already" in answers[-1].json()["error"]["message"]
+        assert "3 requests with large bodies are already queued" in answers[-1].json()["error"]["message"]
         assert httpx.post(address + "/tokenize", json={"prompt": "Hello"}).json()["count"] == 2
         assert httpx.post(address + "/tokenize", json={"prompt": "Hello" * 2000}).status_code == 200
         assert len(children()) <= 2
@@ -261,8 +261,8 @@ def test_many_large_bodies_wait_in_bounded_numbers(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [
-        ("BODY_PAUSE_SECONDS", 100, "nothing of the request body came for 0.2 s"),
-        ("BODY_PAUSE_SECONDS", PROCESS_BYTES + 2**18, "nothing of the request body came for 0.2 s"),
+        ("BODY_PAUSE_SECONDS", 100, "no data of the request body for 0.2 s"),
+        ("BODY_PAUSE_SECONDS", PROCESS_BYTES + 2**18, "no data of the request body for 0.2 s"),
         ("BODY_SECONDS", PROCESS_BYTES + 2**18, "the request body did not arrive within 0.2 s"),
     ],
 )
