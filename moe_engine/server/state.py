@@ -79,7 +79,7 @@ def stall(health: Health, watchdog_timeout: float) -> str | None:
     """Reason the engine is stalled (no progress for --watchdog-timeout), or None."""
     if health.last_step_age > watchdog_timeout and (health.num_running or health.num_waiting):
         return (
-            f"stalled: step {health.last_step + 1} has not finished for {health.last_step_age:.1f} s (--watchdog-timeout "
+            f"stalled: step {health.last_step + 1} not finished for {health.last_step_age:.1f} s (--watchdog-timeout "
             f"{watchdog_timeout:g}) with {health.num_running} requests running and {health.num_waiting} waiting"
         )
     if health.silence > watchdog_timeout:

@@ -44,7 +44,7 @@ class TextProcesses:
 
     @asynccontextmanager
     async def session(self, name: str) -> AsyncGenerator[TextProcess]:
-        """A process ready for a body of the endpoint `name`; killed if the block exits before its response is complete."""
+        """A process ready for a body of the endpoint `name`; killed if the block exits before the response ends."""
         async with self._slots:
             process = await self._borrow(name)
             try:

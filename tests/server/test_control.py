@@ -29,7 +29,7 @@ def test_health_tells_the_truth(path):
     for board, word in (
         (replace(good, alive=False, dead="engine core (pid 4242) was killed by SIGKILL"), "pid 4242"),
         (replace(good, ready=False), "still starting"),
-        (replace(good, last_step_age=400.0, num_running=1), "step 8 has not finished for 400.0 s"),
+        (replace(good, last_step_age=400.0, num_running=1), "step 8 not finished for 400.0 s"),
         (replace(good, last_step_age=400.0, num_waiting=2), "stalled"),
         (replace(good, silence=400.0), "no heartbeat from the engine core for 400.0 s"),  # stopped while idle
     ):
