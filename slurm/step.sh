@@ -8,7 +8,7 @@ STOPPING=''
 # scancel sends SIGTERM to the program on all nodes and to this script, which only waits for the program.
 trap 'STOPPING=1' TERM
 
-say() { echo "[$(date '+%F %T') $SLURMD_NODENAME] $*"; }
+log() { echo "[$(date '+%F %T') $SLURMD_NODENAME] $*"; }
 
 # start_step COMMAND...: one task per node, in the background.
 start_step() {
@@ -41,7 +41,7 @@ wait_step() {
   local late=0
   while kill -0 "$STEP" 2>/dev/null; do
     if [ -s "$NODE0_CODE" ] && ((late++ > STEP_GRACE)); then
-      say "srun still waits for other nodes: continuing without them"
+      log "srun still waits for other nodes: continuing without them"
       { kill -KILL "$STEP"; wait "$STEP"; } 2>/dev/null
       break
     fi
@@ -62,7 +62,7 @@ name_lost_nodes() {
   local node address port asked=()
   port=$(scontrol show config | sed -n 's/^SlurmdPort *= *\([0-9]*\).*/\1/p')
   while read -r node address; do
-    { timeout 4 bash -c "true </dev/tcp/$address/$port" 2>/dev/null || say "NODE $node does not answer"; } &
+    { timeout 4 bash -c "true </dev/tcp/$address/$port" 2>/dev/null || log "NODE $node does not answer"; } &
     asked+=($!)
   done < <(scontrol --oneliner show node "$SLURM_JOB_NODELIST" |
     sed -n 's/^NodeName=\([^ ]*\) .*NodeAddr=\([^ ]*\) .*/\1 \2/p')
@@ -73,12 +73,12 @@ name_lost_nodes() {
 # checkpoint) and jobs that are being cancelled are not requeued.
 end_or_requeue() {
   if ((CODE == 0)) || [ -n "$STOPPING" ]; then exit "$CODE"; fi
-  say "FAILED with exit code $CODE on $SLURM_JOB_NODELIST"
+  log "FAILED with exit code $CODE on $SLURM_JOB_NODELIST"
   if ((CODE == 2)); then exit 2; fi
   name_lost_nodes
   local restarts=${SLURM_RESTART_COUNT:-0}
   if scontrol show job "$SLURM_JOB_ID" | grep -q 'Requeue=1' && ((restarts < MAX_RESTARTS)); then
-    say "back to the queue, restart $((restarts + 1)) of $MAX_RESTARTS"
+    log "back to the queue, restart $((restarts + 1)) of $MAX_RESTARTS"
     scontrol requeue "$SLURM_JOB_ID" && sleep 60
   fi
   exit "$CODE"

@@ -46,7 +46,7 @@ class Progress:
 
     Args:
         phase: returns the phase of the running step.
-        report_every: `on_stride` is called every so many finished steps.
+        report_every: finished steps between two calls of `on_stride`.
     """
 
     def __init__(

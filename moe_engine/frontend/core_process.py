@@ -110,7 +110,7 @@ class CoreProcess:
                 return self._take(messages.decode_from_core(self._ready.recv()))
             if self.dead and not self._ready.poll(0):
                 self._cleanup()
-                raise EngineDeadError(f"{self.dead} while starting; its last lines above say why")
+                raise EngineDeadError(f"{self.dead} while starting; see its last log lines above")
             if (held := self._held.seconds()) > HELD_SECONDS:
                 self.expect_exit()
                 self.stop(0.0)

@@ -69,7 +69,7 @@ class ExpertRecords:
         """The reply of every scheduler. Retries if one was lost meanwhile and no reply had counts: the lost one may
         have been the one that collects the counts of the other ranks, before or after they sent them."""
         replies: list[Any] = []
-        for _ in self._client.healths():  # each loss comes once
+        for _ in self._client.healths():  # at most one retry per lost scheduler
             known = self._losses()
             replies += (answers := await self._client.call_each("expert_take"))
             new = [loss for loss in self._losses() if loss not in known]
@@ -102,7 +102,7 @@ class ExpertRecords:
     async def _call(self, method: str, status: int) -> list[dict[str, Any]]:
         """Calls all cores. Retries if a scheduler was lost meanwhile: it may have been the one that forwards the call
         to the other ranks, whose schedulers reply as if it had."""
-        for _ in self._client.healths():  # each loss comes once
+        for _ in self._client.healths():  # at most one retry per lost scheduler
             lost = self._losses()
             answers = await self._client.call(method)
             failed = any("error" in answer and not answer.get("off") for answer in answers)

@@ -31,7 +31,7 @@ from moe_engine.server.text_frames import Kind
 from moe_engine.server.text_processes import TextProcesses
 
 PROCESS_BYTES = 2**19
-"""Larger bodies go to a process. Decoding so many bytes holds the interpreter lock for 15 ms at the worst."""
+"""Larger bodies are sent to a process. Decoding this many bytes holds the GIL for at most 15 ms."""
 BODY_SECONDS = 300.0
 """Time limit for receiving a large body, which occupies a process meanwhile."""
 THREADS = 4

@@ -28,7 +28,7 @@ class ParserOptions:
     think_end_id: int | None = None
 
     def count_reasoning(self, output_ids: Sequence[int]) -> int:
-        """Tokens up to and including `</think>`; all of them if it never comes; 0 without reasoning."""
+        """Tokens up to and including `</think>`; all of them if it is missing; 0 without reasoning."""
         if self.think_end_id is None:
             return 0
         try:

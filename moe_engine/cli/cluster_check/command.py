@@ -41,7 +41,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     plan = Plan(place.num_nodes, place.leader_address, place.hosts, options.join_timeout, engine_seconds)
     if place.node_rank == 0:
         return _run(_lead(plan))
-    return _run(Follower(place.node_rank, plan.host, plan.port, options.join_timeout, _say).run())
+    return _run(Follower(place.node_rank, plan.host, plan.port, options.join_timeout, _log).run())
 
 
 def _parser(prog: str) -> Parser:
@@ -82,9 +82,9 @@ def _place(options: Any, environ: Mapping[str, str]) -> ClusterPlace:
 
 
 async def _lead(plan: Plan) -> int:
-    _say(f"checking {plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''} from {socket.gethostname()}")
-    report = await Leader(plan, _say).run()
-    _say(report.text())
+    _log(f"checking {plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''} from {socket.gethostname()}")
+    report = await Leader(plan, _log).run()
+    _log(report.text())
     return int(not report.ok)
 
 
@@ -99,9 +99,9 @@ def _run(work: Coroutine[Any, Any, int]) -> int:
     try:
         return asyncio.run(bounded())
     except asyncio.CancelledError:
-        _say("stopped by SIGTERM")
+        _log("stopped by SIGTERM")
         return 1
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, flush=True)

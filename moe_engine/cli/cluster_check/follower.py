@@ -46,7 +46,7 @@ class Follower:
     host: str
     port: int
     join_seconds: float
-    say: Callable[[str], None] = print
+    log: Callable[[str], None] = print
 
     async def run(self) -> int:
         """Returns the exit code: 0 if all checks of node 0 passed."""
@@ -65,7 +65,7 @@ class Follower:
         except Over as over:
             return int(not over.ok)
         except ConnectionLost as error:
-            self.say(f"FAILED {self._name} lost node 0 at {self.host}:{self.port}: {error}")
+            self.log(f"FAILED {self._name} lost node 0 at {self.host}:{self.port}: {error}")
         finally:
             channel.close()
             for listener in listeners:
@@ -87,11 +87,11 @@ class Follower:
             now = time.monotonic()
             where = f"node 0 at {self.host}:{self.port}: {reason}"
             if now - began > self.join_seconds:
-                self.say(f"FAILED {self._name} cannot reach {where}")
+                self.log(f"FAILED {self._name} cannot reach {where}")
                 return None
             if now - logged_at > PROGRESS_SECONDS:
                 logged_at = now
-                self.say(f"{self._name} waits for {where}")
+                self.log(f"{self._name} waits for {where}")
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _engine(self, channel: Channel) -> None:

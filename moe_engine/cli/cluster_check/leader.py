@@ -60,8 +60,8 @@ class Plan:
 
 
 class Leader:
-    def __init__(self, plan: Plan, say: Callable[[str], None] = print) -> None:
-        self._plan, self._say = plan, say
+    def __init__(self, plan: Plan, log: Callable[[str], None] = print) -> None:
+        self._plan, self._log = plan, log
         hosts = [*plan.hosts, *[""] * plan.num_nodes]
         self._report = Report([NodeReport(rank, hosts[rank]) for rank in range(plan.num_nodes)])
         self._channels: dict[int, Channel] = {}
@@ -132,7 +132,7 @@ class Leader:
                 async with asyncio.timeout(min(PROGRESS_SECONDS, patience - waited + 0.01)):
                     await self._came.wait()
                 continue
-            self._say(f"waiting for {', '.join(node.name for node in missing)}")
+            self._log(f"waiting for {', '.join(node.name for node in missing)}")
 
     def _compare(self) -> None:
         present = {node.rank: node.facts for node in self._report.nodes if node.facts is not None}
@@ -183,7 +183,7 @@ class Leader:
         plan = self._plan
         flags = trial_flags(plan.num_nodes, plan.leader_address, max(1, int(plan.engine_seconds)))
         port = _free_port()
-        self._say(f"starting the embedded model on {plan.num_nodes} CPU ranks, one per node")
+        self._log(f"starting the embedded model on {plan.num_nodes} CPU ranks, one per node")
         for channel in self._channels.values():
             with contextlib.suppress(ConnectionLost):  # detected below
                 await channel.send(StartEngine(flags))

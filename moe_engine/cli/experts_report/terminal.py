@@ -57,8 +57,8 @@ def layer_table(layers: Sequence[LayerStatistics]) -> Table:
 def gain_table(gains: Sequence[Gain]) -> Table:
     """One row per layout: balancedness without EPLB, with EPLB, and with EPLB on unseen traffic."""
     caption = (
-        "unseen: planned on the first half of the passes, evaluated on the second.  slowest rank: tokens relative "
-        "to trivial"
+        "unseen: planned on the first half of the passes, evaluated on the second.  slowest rank: tokens against "
+        "trivial"
     )
     if any(gain.planned < gain.trivial or gain.slowest > 1 for gain in gains):
         caption += (
