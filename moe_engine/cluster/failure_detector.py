@@ -301,20 +301,20 @@ class FailureDetector:
 
     def _report_late(self) -> None:
         """Logs ranks that are stuck behind others; or the step, if all ranks are stuck at the same position."""
-        limit, living = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._alive
-        front = max(state.position.order for state in living)
-        if all(state.position.step < 0 and state.position.order == front for state in living):
-            for state in living:
+        limit, alive = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._alive
+        front = max(state.position.order for state in alive)
+        if all(state.position.step < 0 and state.position.order == front for state in alive):
+            for state in alive:
                 state.still.reset()  # idle
             return
-        still = [state for state in living if state.still.seconds > limit]
+        still = [state for state in alive if state.still.seconds > limit]
         for state in still:
             if state.position.order < front and not state.reported:
                 state.reported = True
                 name, where = self.describe(state.place.rank), state.position.describe()
                 logger.warning("%s is late: %s, %.1f s", name, where, state.still.seconds)
-        leader = living[0].position
-        together = len(still) == len(living) and all(state.position.order == front for state in still)
+        leader = alive[0].position
+        together = len(still) == len(alive) and all(state.position.order == front for state in still)
         if together and leader.step >= 0 and self._slow_reported != leader.step:
             self._slow_reported = leader.step
             seconds = min(state.still.seconds for state in still)

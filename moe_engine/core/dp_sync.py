@@ -135,7 +135,7 @@ class StepExchange:
         return message.generation < self.num_groups and complete < message.number <= complete + MAX_EARLY
 
 
-class PrefillDelayer:
+class PrefillTurns:
     """Decides which steps may contain prefills. A prefill of one group delays all groups, so prompts are held back for
     a few steps to coincide.
 
@@ -164,7 +164,7 @@ class DPSync:
         self._exchange = exchange
         self._check = check
         self._number = 0
-        self._prefill_delayer = PrefillDelayer()
+        self._turns = PrefillTurns()
         self.last: tuple[StepFacts, ...] = ()
         self.generation = 0
         self.alive = [True] * exchange.num_groups
@@ -173,12 +173,12 @@ class DPSync:
     def regroup(self, generation: int, alive: Sequence[bool]) -> None:
         """Continues with the groups alive; step numbers restart at 1."""
         self._exchange.regroup(generation, alive)
-        self._number, self._prefill_delayer, self.last = 0, PrefillDelayer(), ()
+        self._number, self._turns, self.last = 0, PrefillTurns(), ()
         self.generation, self.alive = generation, list(alive)
 
     def may_prefill(self) -> bool:
         """Whether the next step may contain prefills; equal on all schedulers."""
-        return self._prefill_delayer.open
+        return self._turns.open
 
     def is_due(self) -> bool:
         """Whether another scheduler has begun the next step and waits for this one."""
@@ -194,7 +194,7 @@ class DPSync:
         self._number += 1
         self._exchange.send(self._number, facts)
         self.last = self._exchange.gather(self._number, self._check)
-        self._prefill_delayer.after(tuple(facts for facts, alive in zip(self.last, self.alive) if alive))
+        self._turns.after(tuple(facts for facts, alive in zip(self.last, self.alive) if alive))
         return replace(plan, dp_facts=self.last)
 
     def all_leave(self) -> bool:

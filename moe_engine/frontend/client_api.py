@@ -70,19 +70,19 @@ def combine(healths: Sequence[Health]) -> Health:
     """Aggregated health: counts summed and ages maximized over live schedulers; dead only if all are."""
     if len(healths) == 1:
         return healths[0]
-    living = [health for health in healths if health.alive]
-    if not living:
+    alive = [health for health in healths if health.alive]
+    if not alive:
         return healths[0]
     return Health(
         alive=True,
-        ready=all(health.ready for health in living),
-        last_step=max(health.last_step for health in living),
-        last_step_age=max(health.last_step_age for health in living),
-        oldest_queued_age=max(health.oldest_queued_age for health in living),
-        num_running=sum(health.num_running for health in living),
-        num_waiting=sum(health.num_waiting for health in living),
-        num_used_tokens=sum(health.num_used_tokens for health in living),
-        silence=max(health.silence for health in living),
+        ready=all(health.ready for health in alive),
+        last_step=max(health.last_step for health in alive),
+        last_step_age=max(health.last_step_age for health in alive),
+        oldest_queued_age=max(health.oldest_queued_age for health in alive),
+        num_running=sum(health.num_running for health in alive),
+        num_waiting=sum(health.num_waiting for health in alive),
+        num_used_tokens=sum(health.num_used_tokens for health in alive),
+        silence=max(health.silence for health in alive),
     )
 
 

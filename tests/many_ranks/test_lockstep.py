@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.core.dp_sync import LOST, DPSync, PrefillDelayer, StepExchange
+from moe_engine.core.dp_sync import LOST, DPSync, PrefillTurns, StepExchange
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import Speculation, StepFacts, StepPlan
@@ -122,7 +122,7 @@ def test_who_waits_notices_a_lost_rank(meshes: Callable[[int], list[StepExchange
 
 def test_turns_of_prompts() -> None:
     running, waiting = StepFacts(num_running=3), StepFacts(num_running=3, num_waiting=1)
-    turns = PrefillDelayer(patience=3)
+    turns = PrefillTurns(patience=3)
     assert turns.open  # at the beginning nobody decodes
     held = []
     for _ in range(4):

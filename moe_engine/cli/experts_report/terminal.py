@@ -62,7 +62,7 @@ def gain_table(gains: Sequence[Gain]) -> Table:
     )
     if any(gain.planned < gain.trivial or gain.slowest > 1 for gain in gains):
         caption += (
-            ".  Placements are planned on the sum of all passes and evaluated pass by pass: if passes differ from their "
+            ".  Placements are planned on the sum of all passes and evaluated pass by pass: if passes differ from the "
             "sum, a placement can be worse than trivial"
         )
     table = Table(
