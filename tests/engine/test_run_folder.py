@@ -136,7 +136,7 @@ def test_no_place_at_all_names_the_variable(tmp_path: Path, monkeypatch: pytest.
     long = str(long_folder(tmp_path))
     monkeypatch.setattr(run_folder, "_places", lambda: [long])
     monkeypatch.setattr(tempfile, "tempdir", long)
-    with pytest.raises(ConfigError, match=rf"TMPDIR={long}: .* set TMPDIR to such a folder"):
+    with pytest.raises(ConfigError, match=rf"TMPDIR={long}: .* set TMPDIR to such a directory"):
         RuntimeDir()
 
 

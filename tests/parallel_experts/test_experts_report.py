@@ -128,7 +128,7 @@ def test_a_plan_that_is_worse_than_trivial_is_explained():
     gain = eplb_gain(np.array([[[9, 0, 9, 0]], [[0, 9, 0, 9]], [[3, 3, 3, 3]]]), even)
     worse, better = replace(gain, trivial=0.9, planned=0.8, slowest=1.065), replace(gain, trivial=0.5, planned=0.9)
     captions = [terminal.gain_table(gains).caption for gains in ([replace(better, slowest=0.7)], [better, worse])]
-    assert "judged pass by pass" not in captions[0] and "judged pass by pass" in captions[1]
+    assert "evaluated pass by pass" not in captions[0] and "evaluated pass by pass" in captions[1]
 
 
 def test_the_report_in_the_terminal(tmp_path, capsys):
