@@ -44,7 +44,7 @@ def wait_running(server: ServerProcess, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_killed_core_is_named_and_nobody_is_left_in_silence(checkpoint: Path, tmp_path: Path) -> None:
+def test_killed_core_is_named_to_all_clients(checkpoint: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
         threads, answers = in_background(server, 3)
         wait_running(server, 3)
@@ -73,7 +73,7 @@ def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None
         assert not psutil.pid_exists(core.pid)
 
 
-def test_core_leaves_with_a_killed_front_end(checkpoint: Path, tmp_path: Path) -> None:
+def test_core_exits_with_a_killed_front_end(checkpoint: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
         core = server.core
         server.process.kill()
@@ -94,7 +94,7 @@ def test_port_in_use_is_named(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["idle", "with a request that never arrives"])
-def test_stopped_core_is_noticed_though_it_was_idle(checkpoint: Path, tmp_path: Path, asked: bool) -> None:
+def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: bool) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--watchdog-timeout", "1") as server:
         core = server.core
         core.suspend()

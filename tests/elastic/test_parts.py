@@ -145,7 +145,7 @@ def test_a_message_that_is_slow_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("alive", [[True, True, True], [False, True, True], [True, False, False]])
-def test_balancedness_is_that_of_the_ranks_left(alive: list[bool]) -> None:
+def test_balancedness_counts_surviving_ranks(alive: list[bool]) -> None:
     physical = torch.randint(1, 50, (5, 6))  # of five layers, two slots a rank
     physical[:, ~torch.tensor(alive).repeat_interleave(2)] = 0
     windows = BalanceWindows(3)
@@ -176,7 +176,7 @@ class Watched:
             self.detector.tick(0.1)
 
 
-def test_losses_of_a_moment_are_told_at_once_and_what_fails_behind_them_is_no_news() -> None:
+def test_simultaneous_losses_are_announced_together_and_later_failures_ignored() -> None:
     ranks = Watched(Coverage(8, 4))
     ranks.detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
     ranks.detector.failed(2, "all_to_all failed", peer_lost=True)
@@ -204,7 +204,7 @@ def test_a_silent_rank_is_lost_until_experts_have_no_room() -> None:
     assert "2 of 4 ranks cannot hold 8 experts in 3 slots each: --ep-num-redundant-experts 8 would" in failure
 
 
-def test_the_end_names_all_that_went_at_that_moment() -> None:
+def test_failure_names_all_simultaneous_losses() -> None:
     ranks = Watched(Coverage(8, 3))
     for rank in (1, 2):
         ranks.detector.died(rank, f"DP{rank} TP{rank} (pid 10{rank}) was killed by SIGKILL")
@@ -213,7 +213,7 @@ def test_the_end_names_all_that_went_at_that_moment() -> None:
     assert "2 of 4 ranks cannot hold 8 experts" in failure and not ranks.told
 
 
-def test_without_the_flag_a_loss_ends_all() -> None:
+def test_loss_without_elastic_ep_fails_the_group() -> None:
     ranks = Watched(None)
     ranks.detector.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
     assert "SIGKILL" in str(ranks.detector.failure) and not ranks.told
@@ -269,7 +269,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
     running.close()
 
 
-def test_the_supervisor_has_no_rank_of_its_own_and_tells_every_loss(supervised: SupervisedRanks) -> None:
+def test_supervisor_has_no_rank_and_reports_every_loss(supervised: SupervisedRanks) -> None:
     assert supervised.supervisor.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
     supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anybody listens
     until(lambda: len(supervised.told) == 2, "the ranks were not told")
@@ -285,7 +285,7 @@ def test_the_supervisor_has_no_rank_of_its_own_and_tells_every_loss(supervised: 
     assert {survivors.alive for survivors in supervised.told} == {(False, True, True)}
 
 
-def test_any_rank_asks_all_others(supervised: SupervisedRanks) -> None:
+def test_any_rank_can_call_all_others(supervised: SupervisedRanks) -> None:
     supervised.supervisor.start()
     assert supervised.links[0].ask_others(0, "view").result(30) == ["view of 1", "view of 2"]
     supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
@@ -293,7 +293,7 @@ def test_any_rank_asks_all_others(supervised: SupervisedRanks) -> None:
     assert supervised.links[1].ask_others(1, "view").result(30) == ["view of 2"]
 
 
-def test_what_the_others_have_told_is_not_lost_with_one_that_did_not_answer(supervised: SupervisedRanks) -> None:
+def test_replies_of_other_ranks_survive_the_loss_of_one(supervised: SupervisedRanks) -> None:
     supervised.supervisor.start()
     supervised.busy[2] = Future()
     asked = supervised.links[0].ask_others(0, "dump")
@@ -303,7 +303,7 @@ def test_what_the_others_have_told_is_not_lost_with_one_that_did_not_answer(supe
     assert asked.result(30) == ["dump of 1"]
 
 
-def test_a_rank_that_has_served_to_the_end_is_not_missed_before_it_was_heard(supervised: SupervisedRanks) -> None:
+def test_orderly_exit_is_acknowledged_before_the_rank_leaves(supervised: SupervisedRanks) -> None:
     supervised.supervisor.start()
     heard = threading.Event()
 
@@ -320,7 +320,7 @@ def test_a_rank_that_has_served_to_the_end_is_not_missed_before_it_was_heard(sup
 # -- steps
 
 
-def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
+def test_steps_restart_without_a_lost_group(tmp_path: Path) -> None:
     exchanges = [StepExchange(group, 3, f"ipc://{tmp_path}/steps-{group}") for group in range(3)]
     for exchange in exchanges:
         exchange.connect([other.address for other in exchanges])
@@ -344,7 +344,7 @@ def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
             exchange.close()
 
 
-def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(
+def test_pause_of_a_loss_before_the_first_iteration_is_zero(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(core, "time", Mock(monotonic=lambda: 5000.0))
@@ -365,7 +365,7 @@ def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(
 # -- the front end
 
 
-def test_a_request_of_a_lost_group_goes_on_elsewhere_from_what_was_said(tmp_path: Path) -> None:
+def test_request_of_a_lost_group_migrates_with_its_tokens(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 3) as (client, (core,)):
             task = ask(client, "r", 4, lane=1)
@@ -394,7 +394,7 @@ def test_a_request_of_a_lost_group_goes_on_elsewhere_from_what_was_said(tmp_path
     asyncio.run(run())
 
 
-def test_what_is_aborted_while_its_group_is_lost_goes_on_nowhere(tmp_path: Path) -> None:
+def test_aborted_request_of_a_lost_group_does_not_migrate(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             news: list[messages.RequestDelta] = []
@@ -422,7 +422,7 @@ def test_what_is_aborted_while_its_group_is_lost_goes_on_nowhere(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_a_request_does_not_take_all_schedulers_with_it(tmp_path: Path) -> None:
+def test_poison_request_stops_after_max_migrations(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 6, method="round_robin") as (client, (core,)):
             task = ask(client, "poison")

@@ -41,7 +41,7 @@ def check(streams: list[Stream], expected: list[list[int]]) -> None:
     assert all(len(stream.meta["input_token_logprobs"]) == len(stream.prompt) for stream in streams)
 
 
-def test_killed_in_decode_then_another_in_prefill_until_no_more_may_go(checkpoint: Path) -> None:
+def test_kills_in_decode_and_prefill_until_experts_are_not_covered(checkpoint: Path) -> None:
     """Four ranks of which any two have slots for all experts, over sockets."""
     decoding, late = draw(SEED, 8, LONG, [0, 1, 2, 3]), draw(SEED + 1, 3, 20, [1, 2, 3])
     prefilling = draw(SEED + 2, 24, 12, [1, 2, 3], length=300)
@@ -124,7 +124,7 @@ def check_counts(running: Struck, folder: Path) -> None:
         assert 0.0 < state["balancedness"]["current"] <= 1.0
 
 
-def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
+def test_stopped_rank_with_mtp_drafts(tmp_path: Path) -> None:
     """The one rank that is left has all experts in the end, those of MTP layers, too."""
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "agreeing", SEED, num_mtp_layers=1)
     streams = draw(SEED, 6, LONG, [0, 1])

@@ -107,7 +107,7 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_neighbours_bring_the_same_tokens(
+def test_other_requests_keep_their_tokens_after_a_failed_step(
     engine: InProcessEngine, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = random.randrange(1 << 30)
@@ -154,7 +154,7 @@ class Broken:
         raise RuntimeError("the device is broken")
 
 
-def test_a_device_that_is_broken_ends_the_engine(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_device_stops_the_engine(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken()
     monkeypatch.setattr(engine.worker.runner, "_launch", broken)
     script = [Scripted(f"r{i}", [1 + i] * 5, 5) for i in range(6)]

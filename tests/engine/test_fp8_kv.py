@@ -65,9 +65,7 @@ def _script(rng: random.Random) -> list[Scripted]:
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_answers_do_not_depend_on_how_steps_are_cut_or_on_drafts(
-    checkpoint: Path, tmp_path: Path, kv_dtype: str
-) -> None:
+def test_outputs_do_not_depend_on_step_boundaries_or_drafts(checkpoint: Path, tmp_path: Path, kv_dtype: str) -> None:
     """Bit for bit, in float32 with one form of attention: another last bit before a row is rounded to eight bits may be
     another eighth bit after it."""
     seed = random.randrange(2**31)

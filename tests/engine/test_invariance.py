@@ -91,7 +91,7 @@ def check_same(found: dict[str, Answer], expected: dict[str, Answer], script: li
     pool_pages=st.sampled_from([12, 16, 256]),
     aborts=st.booleans(),
 )
-def test_answers_do_not_depend_on_what_else_runs(
+def test_outputs_do_not_depend_on_the_batch(
     engine: InProcessEngine,
     seed: int,
     page_size: int,

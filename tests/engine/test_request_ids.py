@@ -61,7 +61,7 @@ async def one(frontend: Frontend, rid: str, number: int, kind: str, pause: int) 
     assert out["meta_info"]["id"] == rid
 
 
-def test_a_sequential_client_with_one_id_whose_answers_end_at_stop_strings(tmp_path: Path) -> None:
+def test_sequential_client_reuses_one_id_with_stop_strings(tmp_path: Path) -> None:
     async def run() -> None:
         async with front_end(tmp_path) as (frontend, client, core):
             for number in range(60):
@@ -132,7 +132,7 @@ def test_two_requests_with_one_id_at_the_same_moment_run_once(tmp_path: Path) ->
     asyncio.run(run())
 
 
-def test_an_abort_reaches_those_whose_own_id_begins_so_and_copies_that_wait(tmp_path: Path) -> None:
+def test_abort_matches_id_prefixes_and_waiting_copies(tmp_path: Path) -> None:
     """Ids on the wire end in numbers that no client has chosen: "a-1" is none of the client's ids here."""
 
     async def run() -> None:

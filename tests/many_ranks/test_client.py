@@ -110,7 +110,7 @@ def ask(client: CoreClient, *args: Any, **options: Any) -> asyncio.Task[list[int
     return asyncio.create_task(tokens())
 
 
-def test_requests_go_to_the_least_loaded_and_answers_come_back(tmp_path: Path) -> None:
+def test_requests_are_routed_to_the_least_loaded_scheduler(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 1) as (client, (first, second)):
             long = ask(client, "long", 100)
@@ -131,7 +131,7 @@ def test_requests_go_to_the_least_loaded_and_answers_come_back(tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_request_that_names_its_scheduler_gets_it(tmp_path: Path) -> None:
+def test_request_with_a_dp_rank_is_routed_to_it(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 2) as (client, (_, second)):
             task = ask(client, "there", 3, lane=3)
@@ -147,7 +147,7 @@ def test_a_request_that_names_its_scheduler_gets_it(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_dead_replica_takes_only_its_own_requests(tmp_path: Path) -> None:
+def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 1, method="round_robin") as (client, (first, second)):
             tasks = [ask(client, f"r{i}") for i in range(3)]
@@ -206,7 +206,7 @@ def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_answers_count_though_another_scheduler_dies_meanwhile(tmp_path: Path) -> None:
+def test_replies_count_if_another_scheduler_dies(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
             call = asyncio.create_task(client.call_each("expert_take"))
@@ -222,7 +222,7 @@ def test_answers_count_though_another_scheduler_dies_meanwhile(tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_call_to_one_that_died_since_it_was_chosen_is_not_waited_for(tmp_path: Path) -> None:
+def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
             call = asyncio.create_task(client.call_each("expert_take"))
@@ -238,7 +238,7 @@ def test_a_call_to_one_that_died_since_it_was_chosen_is_not_waited_for(tmp_path:
 KILLED = "DP0 TP0 (pid 7) was killed by SIGKILL"
 
 
-def test_recording_starts_though_the_one_that_was_to_tell_the_others_is_lost(tmp_path: Path) -> None:
+def test_recording_starts_if_the_forwarding_scheduler_is_lost(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             start = asyncio.create_task(ExpertRecords(client).start())
@@ -258,7 +258,7 @@ def test_recording_starts_though_the_one_that_was_to_tell_the_others_is_lost(tmp
     asyncio.run(run())
 
 
-def test_a_dump_is_of_those_that_are_left_and_names_what_went_meanwhile(tmp_path: Path) -> None:
+def test_dump_covers_survivors_and_names_losses(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             dump = asyncio.create_task(ExpertRecords(client).dump())
@@ -277,7 +277,7 @@ def test_a_dump_is_of_those_that_are_left_and_names_what_went_meanwhile(tmp_path
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_aborts_where_its_request_is(tmp_path: Path) -> None:
+def test_disconnect_aborts_at_the_requests_scheduler(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             tasks = [ask(client, f"r{i}") for i in range(2)]
@@ -291,7 +291,7 @@ def test_a_client_that_leaves_aborts_where_its_request_is(tmp_path: Path) -> Non
     asyncio.run(run())
 
 
-def test_health_is_of_all_together(tmp_path: Path) -> None:
+def test_health_is_aggregated(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 1) as (client, (first, second)):
             first.statuses[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
@@ -305,7 +305,7 @@ def test_health_is_of_all_together(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_only_a_stalled_replica_is_ended(tmp_path: Path) -> None:
+def test_only_a_stalled_replica_is_killed(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
             first.statuses[0].write(num_running=1)

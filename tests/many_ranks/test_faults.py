@@ -162,7 +162,7 @@ def check_gone(server: ServerProcess, ranks: list[psutil.Process]) -> None:
     print(f"  the server exited with 1; no process was left {seconds:.2f} s later")
 
 
-def test_a_group_killed_in_decode_ends_all(tmp_path: Path) -> None:
+def test_group_killed_in_decode_stops_all(tmp_path: Path) -> None:
     with serving(tmp_path, *GROUPS) as (server, ranks):
         asked = decoding(server)
         strike(ranks[1], signal.SIGKILL, asked, "of DP1 TP1 in decode")
@@ -170,7 +170,7 @@ def test_a_group_killed_in_decode_ends_all(tmp_path: Path) -> None:
         check_gone(server, ranks)
 
 
-def test_a_group_stopped_in_prefill_ends_all(tmp_path: Path) -> None:
+def test_group_stopped_in_prefill_stops_all(tmp_path: Path) -> None:
     with serving(tmp_path, *GROUPS) as (server, ranks):
         asked = prefilling(server, (0, 1))
         hit = strike(ranks[1], signal.SIGSTOP, asked, "of DP1 TP1 in prefill")
@@ -178,7 +178,7 @@ def test_a_group_stopped_in_prefill_ends_all(tmp_path: Path) -> None:
         check_gone(server, ranks)
 
 
-def test_replicas_go_on_without_a_lost_one(tmp_path: Path) -> None:
+def test_replicas_continue_without_a_lost_one(tmp_path: Path) -> None:
     with serving(tmp_path, *REPLICAS) as (server, ranks):
         asked = decoding(server, again=(1,))
         strike(ranks[1], signal.SIGSTOP, asked[2:], "of replica DP1 in decode")

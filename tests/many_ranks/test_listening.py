@@ -156,9 +156,7 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
         assert secret not in told and secret not in lines and secret not in logs
 
 
-def test_a_node_with_another_secret_ends_with_a_message_and_node_0_logs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_with_another_secret_fails_and_node_0_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"{HOST}:{free_port()}"
     logs = [tmp_path / f"node{rank}.log" for rank in range(2)]
     nodes: list[subprocess.Popen[bytes]] = []

@@ -60,7 +60,7 @@ def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepExchan
         assert [facts.prefills for facts in everybody] == [False, True, True, True]
 
 
-def test_a_message_of_a_later_step_waits_for_its_turn(meshes: Callable[[int], list[StepExchange]]) -> None:
+def test_message_of_a_later_step_is_kept(meshes: Callable[[int], list[StepExchange]]) -> None:
     first, second, third = meshes(3)
     second.send(1, StepFacts(num_tokens=21))
     second.send(2, StepFacts(num_tokens=22))
@@ -75,7 +75,7 @@ def test_a_message_of_a_later_step_waits_for_its_turn(meshes: Callable[[int], li
     assert [facts.num_tokens for facts in first.dp_facts(2, lambda: None)] == [12, 22, 32]
 
 
-def test_who_rests_hears_that_a_step_begins(meshes: Callable[[int], list[StepExchange]]) -> None:
+def test_idle_scheduler_is_woken_by_a_step(meshes: Callable[[int], list[StepExchange]]) -> None:
     busy, idle = (DPSync(mesh, lambda: None) for mesh in meshes(2))
     assert not idle.is_due() and not busy.is_due()
     facts = StepFacts(num_tokens=5, num_logits=1, prefills=True)
@@ -100,7 +100,7 @@ def test_facts_travel_whole(meshes: Callable[[int], list[StepExchange]]) -> None
     assert first.dp_facts(1, lambda: None) == (StepFacts(), facts)
 
 
-def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[StepExchange]]) -> None:
+def test_groups_exit_when_all_are_idle(meshes: Callable[[int], list[StepExchange]]) -> None:
     steps = [DPSync(mesh, lambda: None) for mesh in meshes(2)]
     leaves = [[False, True, True], [False, False, True]]  # by group and step
     left: list[list[bool]] = [[], []]
@@ -115,7 +115,7 @@ def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[S
     assert left == [[False, False, True]] * 2
 
 
-def test_who_waits_notices_a_lost_rank(meshes: Callable[[int], list[StepExchange]]) -> None:
+def test_waiting_scheduler_detects_a_lost_rank(meshes: Callable[[int], list[StepExchange]]) -> None:
     with pytest.raises(EngineDeadError, match="a rank is lost"):
         DPSync(meshes(2)[0], lost).sync_step(StepPlan(1), StepFacts())
 

@@ -70,7 +70,7 @@ def test_plans_arrive_whole_and_in_order_at_every_follower(sender: PlanSender) -
         assert receiver.receive(0.01) is None
 
 
-def test_a_lost_plan_is_noticed(sender: PlanSender) -> None:
+def test_lost_plan_is_detected(sender: PlanSender) -> None:
     receiver = PlanReceiver(sender.address, "rank1")
     assert sender.wait_subscribed(["rank1"], 5.0)
     sender.send(StepPlan(1))
@@ -144,7 +144,7 @@ def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:
     assert local.plans == list(range(MAX_AHEAD + 10))
 
 
-def test_a_verdict_ends_steps_that_hang(sender: PlanSender) -> None:
+def test_failure_ends_hanging_steps(sender: PlanSender) -> None:
     detector, local = Detector(), LocalWorker(answers=False)
     worker = LeaderWorker(local, sender, detector, Progress())
     hanging = worker.execute(StepPlan(1))
@@ -159,7 +159,7 @@ def test_a_verdict_ends_steps_that_hang(sender: PlanSender) -> None:
     assert local.plans == [1]
 
 
-def test_a_failed_step_waits_for_the_verdict(sender: PlanSender) -> None:
+def test_failed_step_waits_for_the_detector(sender: PlanSender) -> None:
     """So does the step planned behind it, which was not run: it is no failure of this rank."""
     detector, local, steps = Detector(), LocalWorker(), [Future[StepResult](), Future[StepResult]()]
     local.execute = lambda plan: steps[plan.number - 5]  # type: ignore[method-assign]
@@ -178,7 +178,7 @@ def test_a_failed_step_waits_for_the_verdict(sender: PlanSender) -> None:
             future.result(0)
 
 
-def test_who_cannot_go_on_without_a_lost_rank_says_which(sender: PlanSender) -> None:
+def test_failed_regroup_names_the_lost_rank(sender: PlanSender) -> None:
     detector, formed = Detector(), Future[Any]()
     formed.set_exception(CheckpointError("/models/m: holds no *.safetensors file"))
     regroups = Mock(go_on=lambda survivors: formed)

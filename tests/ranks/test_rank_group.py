@@ -113,12 +113,12 @@ def test_follower_stopped_in_decode_is_named_though_collectives_still_wait(
     assert f"DP0 TP1 (pid {report.pid}) is late: " in told(capfd)  # its last sign may be older than the step
 
 
-def test_followers_leave_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -> None:
+def test_followers_exit_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -> None:
     report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGKILL, 0))
     assert report.gone and "was killed by SIGKILL" in report.cause
 
 
-def test_followers_leave_a_stopped_leader(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
+def test_followers_exit_after_a_stopped_leader(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
     async def run() -> tuple[int, bool]:
         hold = Hold(1, "decode", tmp_path / "flag", 3)
         async with drill(checkpoint, options(2, partial(meeting_worker, hold=hold))) as running:
@@ -134,7 +134,7 @@ def test_followers_leave_a_stopped_leader(checkpoint: Path, tmp_path: Path, capf
     assert gone and f"DP0 TP1] This rank exits: DP0 TP0 (pid {pid}) silent for" in told(capfd)
 
 
-def test_error_while_loading_is_that_ranks(checkpoint: Path) -> None:
+def test_error_while_loading_names_its_rank(checkpoint: Path) -> None:
     core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, broken_worker))
     leader = psutil.Process(core.pid)
     began = time.monotonic()

@@ -61,7 +61,7 @@ def loading(*running: int, caplog: pytest.LogCaptureFixture, seconds: float) -> 
     return detector, caplog.messages
 
 
-def test_a_start_names_who_is_silent_and_then_gives_up(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_startup_logs_silent_ranks_then_fails(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     detector, said = loading(caplog=caplog, seconds=14.8)
     assert said == ["TP1 (pid 101) silent for 5.1 s during startup (last sign: importing)"]
     assert detector.failure is None
@@ -70,7 +70,7 @@ def test_a_start_names_who_is_silent_and_then_gives_up(ranks: Ranks, caplog: pyt
     assert len(said) == 1 and "TP1 (pid 101) silent for 15.1 s" in str(detector.failure)
 
 
-def test_a_start_has_patience_with_those_that_run(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_startup_waits_for_live_ranks(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     detector, said = loading(1, caplog=caplog, seconds=600.0)
     assert not said and detector.failure is None
 
@@ -90,13 +90,13 @@ def test_the_rank_that_others_wait_for_is_late_once(ranks: Ranks, caplog: pytest
     assert len(caplog.messages) == 1 and not ranks.failure
 
 
-def test_a_plan_that_never_arrived_makes_late(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_without_the_plan_is_late(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks.positions = [in_step(7, 1), in_step(7, 1), Position(6, 0), in_step(7, 1)]
     ranks.run(1.5)
     assert [line.split(",")[0] for line in caplog.messages] == ["TP2 (pid 102) is late: idle"]
 
 
-def test_long_steps_have_patience(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_limit_scales_with_step_time(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks.detector.stepped(2.0)
     ranks.positions = [in_step(3, 5), in_step(3, 4), in_step(3, 5), in_step(3, 5)]
     ranks.run(5.8)
@@ -105,13 +105,13 @@ def test_long_steps_have_patience(ranks: Ranks, caplog: pytest.LogCaptureFixture
     assert caplog.messages[0].startswith("TP1 (pid 101) is late: step 3")
 
 
-def test_all_slow_together_blames_nobody(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_step_blames_no_rank(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks.positions = [in_step(3, 5)] * 4
     ranks.run(2.0)
     assert [line.split(",")[0] for line in caplog.messages] == ["Every rank is slow: step 3"]
 
 
-def test_rest_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_idle_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks.positions = [Position(9, 90)] * 4
     ranks.run(600.0)
     ranks.positions = [in_step(10, 91), in_step(10, 91), in_step(10, 90), in_step(10, 91)]
@@ -119,7 +119,7 @@ def test_rest_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFi
     assert not caplog.messages and not ranks.failure
 
 
-def test_silence_is_a_verdict_that_names_all_silent_ranks(ranks: Ranks) -> None:
+def test_silence_fails_the_group_and_names_all_silent_ranks(ranks: Ranks) -> None:
     heard: list[RankLost] = []
     ranks.detector.on_failure(heard.append)
     ranks.positions = [in_step(4, 2)] * 4
@@ -131,13 +131,13 @@ def test_silence_is_a_verdict_that_names_all_silent_ranks(ranks: Ranks) -> None:
     assert [str(failure) for failure in heard] == [ranks.failure]
 
 
-def test_time_in_which_the_watch_itself_slept_is_not_silence(ranks: Ranks) -> None:
+def test_time_in_which_the_detector_was_suspended_is_not_silence(ranks: Ranks) -> None:
     for _ in range(5):
         ranks.detector.tick(60.0)  # a machine that was suspended, five times
     assert not ranks.failure
 
 
-def test_the_echo_of_a_death_waits_for_the_death(ranks: Ranks) -> None:
+def test_peer_lost_error_waits_for_the_dead_rank(ranks: Ranks) -> None:
     ranks.detector.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
     ranks.run(1.0)
     ranks.detector.died(3, "TP3 (pid 103) was killed by SIGKILL")
@@ -146,7 +146,7 @@ def test_the_echo_of_a_death_waits_for_the_death(ranks: Ranks) -> None:
     assert ranks.failure.startswith("TP3 (pid 103) was killed by SIGKILL")
 
 
-def test_after_an_echo_a_short_silence_is_enough(ranks: Ranks) -> None:
+def test_short_silence_suffices_after_a_peer_lost_error(ranks: Ranks) -> None:
     ranks.detector.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
     ranks.run(1.0, silent=(3,))  # its whole node went, and nobody is left there to say so
     assert ranks.failure.startswith("TP3 (pid 103) silent for 0.9 s")
@@ -161,13 +161,13 @@ def test_a_collective_that_timed_out_blames_the_rank_behind(ranks: Ranks) -> Non
     )
 
 
-def test_an_error_of_its_own_is_the_ranks(ranks: Ranks) -> None:
+def test_own_error_names_the_rank(ranks: Ranks) -> None:
     ranks.detector.failed(2, "ValueError: no such slot", config_error=False)
     ranks.detector.died(2, "TP2 (pid 102) exited with code 1")
     assert ranks.failure == "TP2 (pid 102) failed: ValueError: no such slot"
 
 
-def test_ends_that_were_asked_for_are_no_loss(ranks: Ranks) -> None:
+def test_exits_during_shutdown_are_no_loss(ranks: Ranks) -> None:
     ranks.detector.end()
     ranks.detector.died(1, "TP1 (pid 101) exited with code 0")
     ranks.run(10.0, silent=(1, 2, 3))
@@ -179,6 +179,6 @@ def test_ranks_with_other_kernels_may_not_start(ranks: Ranks) -> None:
     assert "TP1 (pid 101) chose the kernels {}, rank 0 {'ops': 'cpu'}" in ranks.failure and ranks.detector.config_error
 
 
-def test_names_tell_the_host_where_there_are_several_nodes() -> None:
+def test_names_contain_the_host_with_several_nodes() -> None:
     detector = Ranks(num_nodes=2).detector
     assert [detector.describe(rank) for rank in (0, 3)] == ["TP0 (pid 100 on head)", "TP3 (pid 103 on host3)"]

@@ -138,7 +138,7 @@ WRONG: list[Any] = [
 @pytest.mark.parametrize(
     "message", WRONG, ids=lambda message: f"{type(message).__name__}{getattr(message, 'rank', '')}"
 )
-def test_the_control_channel_survives_what_no_member_says(
+def test_control_channel_drops_messages_of_non_members(
     group: Group, message: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = stranger(zmq.DEALER, group.control.address)
@@ -152,7 +152,7 @@ def test_the_control_channel_survives_what_no_member_says(
     sender.close(0)
 
 
-def test_a_process_that_comes_second_is_sent_away_with_the_reason(group: Group) -> None:
+def test_second_process_of_a_rank_is_refused_with_the_reason(group: Group) -> None:
     for hello, reason in (
         (messages.Hello(1, "there", 9), "rank 1 has joined already"),
         (messages.Hello(99, "there", 9), "there is no rank 99"),
@@ -167,7 +167,7 @@ def test_a_process_that_comes_second_is_sent_away_with_the_reason(group: Group) 
     group.check()
 
 
-def test_a_thread_of_the_control_channel_that_fails_is_a_verdict(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_control_thread_fails_the_group(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[str] = []
     group.detector.on_failure(lambda failure: failures.append(str(failure)))
     monkeypatch.setattr(group.detector, "tick", lambda elapsed: 1 / 0)
@@ -175,7 +175,7 @@ def test_a_thread_of_the_control_channel_that_fails_is_a_verdict(group: Group, m
     assert failures == ['the thread "rank control" failed: ZeroDivisionError: division by zero']
 
 
-def test_a_link_that_fails_ends_its_process(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_heartbeat_thread_exits_the_process(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group.link, "_make_beat", lambda: 1 / 0)
     until(lambda: group.left, "the end of the thread was not noticed")
     assert group.left[0].startswith('the thread "heartbeat" failed: ZeroDivisionError')
@@ -227,7 +227,7 @@ def leader(tmp_path: Path) -> Iterator[FakeLeader]:
     made.close()
 
 
-def test_a_link_survives_what_no_leader_says(leader: FakeLeader) -> None:
+def test_heartbeat_client_drops_invalid_messages(leader: FakeLeader) -> None:
     for frames in (
         [b"garbage"],
         [b""],
@@ -243,7 +243,7 @@ def test_a_link_survives_what_no_leader_says(leader: FakeLeader) -> None:
     assert (answer.rank, answer.value, answer.error) == (1, "seen", "") and leader.left == []
 
 
-def test_a_link_survives_random_frames(leader: FakeLeader) -> None:
+def test_heartbeat_client_survives_random_frames(leader: FakeLeader) -> None:
     def is_real(frame: bytes) -> bool:
         try:
             found = messages.decode_to_rank(frame)
@@ -288,7 +288,7 @@ def test_the_control_channel_survives_random_frames(group: Group) -> None:
         sender.close(0)
 
 
-def test_bytes_that_are_not_zmtp_end_nothing() -> None:
+def test_non_zmtp_bytes_are_harmless() -> None:
     options = RankGroupOptions(2, lambda: None, num_nodes=2, leader_address="127.0.0.1:1", limits=LIMITS)
     running = Group("tcp://127.0.0.1:*", options)
     host, _, port = running.control.address.removeprefix("tcp://").rpartition(":")
@@ -337,7 +337,7 @@ def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMe
     sender.close(0)
 
 
-def test_a_part_that_comes_twice_counts_once(tmp_path: Path) -> None:
+def test_duplicate_step_facts_count_once(tmp_path: Path) -> None:
     first, second = meshes(tmp_path)
     second.send(1, StepFacts(num_tokens=2))
     until(lambda: first.begun(1), "it has not arrived")
@@ -351,7 +351,7 @@ def test_a_part_that_comes_twice_counts_once(tmp_path: Path) -> None:
     sender.close(0)
 
 
-def test_steps_are_agreed_on_among_random_frames(tmp_path: Path) -> None:
+def test_step_sync_survives_random_frames(tmp_path: Path) -> None:
     def of_group_1(frame: bytes) -> bool:  # a forgery: only a secret keeps it out
         try:
             return msgspec.msgpack.decode(frame, type=StepFactsMessage).group == 1

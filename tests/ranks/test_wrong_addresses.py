@@ -99,7 +99,7 @@ def test_a_node_rank_that_slurm_contradicts(
 
 
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"], ids=["without", "secret"])
-def test_node_0_ends_with_the_sentence_of_the_other_node(
+def test_node_0_exits_with_the_other_nodes_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], secret: str
 ) -> None:
     """To node 0 itself nothing is wrong: it would wait for the other one until --dist-timeout."""

@@ -178,7 +178,7 @@ def test_openai(path, body, param, message):
         (b'{"text": "\\ud83d", "prompt": "\\ud83d"}', "is half of a surrogate pair"),
     ],
 )
-def test_bodies_that_are_no_object(path, body, message):
+def test_bodies_that_are_not_objects(path, body, message):
     response = post(FakeClient(), path, body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
@@ -206,7 +206,7 @@ def test_large_body_is_refused_unread():
 
 
 @pytest.mark.parametrize("form", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
-def test_a_body_that_is_too_large_ends_its_connection(form):
+def test_oversized_body_closes_the_connection(form):
     """Its rest would be taken for the next request."""
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\n{form}\r\n\r\n".encode()
     body = b" " * 4000 if "Length" in form else b"fa0\r\n" + b" " * 4000 + b"\r\n"
@@ -221,7 +221,7 @@ def test_a_body_that_is_too_large_ends_its_connection(form):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_any_model_is_answered_under_its_name(path):
+def test_any_model_name_is_accepted_and_echoed(path):
     """As SGLang does: snippets with another model's name work."""
     client = FakeClient()
     body = {"prompt": "x", **chat()}
@@ -259,7 +259,7 @@ def test_template_refusal_and_no_template():
     assert "--chat-template" in response.json()["message"]
 
 
-def test_one_bad_request_does_not_touch_the_others():
+def test_bad_request_does_not_affect_others():
     import asyncio
 
     client = FakeClient()

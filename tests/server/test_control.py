@@ -22,7 +22,7 @@ from tests.server.harness import CHAT, TEXT, get, make_app, post, talk
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
-def test_health_tells_the_truth(path):
+def test_health_reports_dead_stalled_and_idle_engines(path):
     client = FakeClient()
     assert (get(client, path).status_code, get(client, path).content) == (200, b"")
     good = client.board
@@ -45,7 +45,7 @@ def test_health_tells_the_truth(path):
     assert client.requests == []
 
 
-def test_probes_at_once_share_one_token():
+def test_concurrent_probes_share_one_token():
     """The endpoint needs no key."""
     client = FakeClient()
     client.delay = 0.2
@@ -162,7 +162,7 @@ def test_metrics_of_the_process_the_version_and_http():
     assert {"process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds"} <= families.keys()
 
 
-def test_sums_that_only_grow_are_counters():
+def test_monotonic_sums_are_counters():
     client = FakeClient()
     eplb = {
         "rebalances": 2, "experts_received": 7, "pause_seconds": 0.5, "longest_pause": 0.3, "pause_share": 0.1,
@@ -347,7 +347,7 @@ def test_flush_and_abort():
     talk(client, session)
 
 
-def test_flush_waits_as_long_as_it_is_told(monkeypatch):
+def test_flush_waits_up_to_its_timeout(monkeypatch):
     monkeypatch.setattr(native_api, "FLUSH_POLL_SECONDS", 0.0)
     client, idle = FakeClient(), iter([False, False, False, True])
 
@@ -364,7 +364,7 @@ def test_flush_waits_as_long_as_it_is_told(monkeypatch):
         assert "timeout: expected seconds from 0 to 3600" in answer.json()["error"]["message"]
 
 
-def test_what_is_not_there():
+def test_endpoints_that_are_not_implemented():
     response = get(FakeClient(), "/start_profile")
     assert response.status_code == 501
     assert "/start_profile: not available yet" in response.json()["error"]["message"]

@@ -79,7 +79,7 @@ def test_pages_of_other_origins_send_json_or_nothing(path):
     assert status(path, asks, "OPTIONS") == 200
 
 
-def test_reading_is_open_to_all_pages():
+def test_read_endpoints_are_open_to_all_origins():
     for path in ("/v1/models", "/health", "/server_info", "/docs", "/"):
         assert status(path, PAGE) == 200
 

@@ -52,7 +52,7 @@ def test_nodes_and_links_in_order():
     assert all(node.slowest_link is not None and node.slowest_link > 0 for node in report.nodes)
 
 
-def test_a_missing_node_is_named_and_the_others_are_still_looked_at():
+def test_missing_node_is_named_and_others_are_checked():
     report, codes = asyncio.run(check(plan(4, join_seconds=0.5), [1, 3]))
     assert not report.ok and codes == [1, 1]
     assert [bool(node.problems) for node in report.nodes] == [False, False, True, False]
@@ -105,7 +105,7 @@ def test_the_majority_is_right_about_versions():
     assert set(facts.differences(nodes)) == {1, 2}
 
 
-def test_links_that_are_closed_silent_or_answered_by_somebody_else(monkeypatch):
+def test_closed_silent_and_foreign_links(monkeypatch):
     monkeypatch.setattr("moe_engine.cli.cluster_check.links.TRY_SECONDS", 0.3)
 
     async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -185,7 +185,7 @@ class Part(EngineProcess):
         ("the engine exited during startup", {0: ("TP1 is lost", 1), 1: ("leaves", 1)}, "    TP1 is lost"),
     ],
 )
-def test_what_becomes_of_the_engine_is_judged(monkeypatch, wrong, endings, expected):
+def test_engine_results_are_evaluated(monkeypatch, wrong, endings, expected):
     async def ask(engine, http_port, seconds):
         await asyncio.sleep(0.1)
         return wrong
@@ -204,7 +204,7 @@ def test_what_becomes_of_the_engine_is_judged(monkeypatch, wrong, endings, expec
     ]
 
 
-def test_an_engine_that_ends_or_lies_is_no_engine(monkeypatch):
+def test_exited_or_wrong_engine_fails(monkeypatch):
     class Engine:
         running = False
 

@@ -79,7 +79,7 @@ def test_torchrun_on_one_node():
         {**STEP, "SLURM_PTY_PORT": "40001"},  # srun --pty bash
     ],
 )
-def test_places_to_start_things_from_are_no_places(environ):
+def test_launcher_shells_are_not_steps(environ):
     assert find_place(environ) is None
 
 
@@ -120,7 +120,7 @@ def test_ports_of_jobs_steps_and_restarts_differ():
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not set"),
     ],
 )
-def test_what_is_wrong_is_named(environ, message):
+def test_invalid_environment_is_named(environ, message):
     with pytest.raises(ConfigError) as error:
         find_place(environ)
     assert message in str(error.value)

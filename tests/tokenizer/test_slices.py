@@ -104,7 +104,7 @@ def test_long_texts_are_cut(kind):
     assert max(seen) <= slices.SLICE_CHARS < len(text)
 
 
-def test_a_text_without_a_place_to_cut_has_a_limit(monkeypatch):
+def test_unsplittable_text_has_a_limit(monkeypatch):
     monkeypatch.setattr(slices, "SLICE_CHARS", 64)
     monkeypatch.setattr(slices, "MAX_UNCUT_CHARS", 1024)
     for kind, text in (("llama2", "Hello world " * 100), ("demo", "x" * 2000), ("demo", "a b " * 100 + "-" * 1100)):
