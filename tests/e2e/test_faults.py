@@ -1,4 +1,4 @@
-"""What happens when a process is killed or told to stop, seen from clients."""
+"""Killed and stopped processes, as seen by clients."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: 
         def is_sick() -> bool:
             try:
                 response = client.get("/health")
-            except httpx.TransportError:  # it says so for a second or two, and ends
+            except httpx.TransportError:  # it reports the error for a second or two, then exits
                 return server.process.poll() is not None
             said.extend([response.text] if response.status_code == 503 else [])
             return bool(said)

@@ -1,4 +1,4 @@
-"""What --elastic-ep needs, what stands in its way, and how many ranks may be lost."""
+"""Requirements and conflicts of --elastic-ep, and how many ranks may be lost."""
 
 from __future__ import annotations
 

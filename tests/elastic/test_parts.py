@@ -41,7 +41,7 @@ from tests.parallel.ranks import run_ranks
 
 
 class Threads(SingleRank):
-    """A group of the threads of this process; only what is not made of other operations."""
+    """A group of this process's threads; implements only the primitive operations."""
 
     def __init__(self, rank: int, desk: list[Any], meet: threading.Barrier) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_simultaneous_losses_are_announced_together_and_later_failures_ignored()
     (survivors,) = ranks.told
     assert survivors.alive == (False, True, True, False) and survivors.generation == 1
     assert "DP0 TP0 (pid 100)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
-    ranks.detector.failed(2, "step 7 failed", peer_lost=False, generation=0)  # what it had under way
+    ranks.detector.failed(2, "step 7 failed", peer_lost=False, generation=0)  # its step in flight
     ranks.run(8.0, silent=(0, 3))  # the lost are not missed again
     assert ranks.detector.failure is None and len(ranks.told) == 1
     ranks.detector.failed(2, "step 9 failed", peer_lost=False, generation=1)
@@ -271,7 +271,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 def test_supervisor_has_no_rank_and_reports_every_loss(supervised: SupervisedRanks) -> None:
     assert supervised.supervisor.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
-    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anybody listens
+    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anyone listens
     until(lambda: len(supervised.told) == 2, "the ranks were not told")
     told: list[messages.GroupsLost] = []
 
@@ -405,7 +405,7 @@ def test_aborted_request_of_a_lost_group_does_not_migrate(tmp_path: Path) -> Non
 
             task = asyncio.create_task(read())
             await core.got(1)
-            client.abort(["r"], reason="enough")  # which its group does not live to hear
+            client.abort(["r"], reason="enough")  # its group dies before receiving it
             info = asyncio.create_task(client.call("internal_state"))
             call = await core.got(0)
             assert isinstance(call, messages.Call)
@@ -416,7 +416,7 @@ def test_aborted_request_of_a_lost_group_does_not_migrate(tmp_path: Path) -> Non
             last = news[-1]
             assert last.finish is not None and last.finish["type"] == "abort" and last.finish["message"] == "enough"
             core.send(messages.Reply(call.id, value={"of": 0}))
-            assert await info == [{"of": 0}]  # of those that are left
+            assert await info == [{"of": 0}]  # of the surviving schedulers
             assert core.nothing_for(0)
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Ranks of a real engine are killed and stopped: every answer is that of one rank to which nothing happens."""
+"""Ranks of a real engine are killed and stopped: every output equals that of a single undisturbed rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(streams: list[Stream], expected: list[list[int]]) -> None:
-    """Whole answers, right ones, and never another word about what was cached."""
+    """Outputs are complete and correct, and cached_tokens never changes."""
     assert [stream.error for stream in streams] == [""] * len(streams)
     assert [stream.tokens for stream in streams] == expected
     assert all(len(stream.cached) == 1 for stream in streams)
@@ -142,7 +142,7 @@ def test_stopped_rank_with_mtp_drafts(tmp_path: Path) -> None:
         assert sum(sum(state["speculation"]["accepted"]) for state in states) > 0
         assert ended(running.ranks[0]), "it must not come back"
 
-        running.supervisor.suspend()  # nobody goes on without a watch: of requests one after the other, some soon fails
+        running.supervisor.suspend()  # ranks stop without the supervisor: consecutive requests soon fail
         errors: list[str] = []
 
         def fails() -> bool:

@@ -52,7 +52,7 @@ class Poisoned:
 
     def _is_reached(self, plan: StepPlan, i: int) -> bool:
         position, start = self.positions.get(self._rids[plan.rows[i]]), plan.starts[i]
-        if i < plan.num_decodes and self._history is not None:  # the plan says the least
+        if i < plan.num_decodes and self._history is not None:  # the plan's start is a lower bound
             start = int(self._history.read_lengths(np.array([plan.rows[i]]))[0])
         return position is not None and start <= position < start + plan.counts[i]
 

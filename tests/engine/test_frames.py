@@ -21,7 +21,7 @@ CALL = messages.encode(messages.Call(id=7, method="flush_cache"))
 
 @pytest.fixture
 def pair() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """(what is sent into, what is read from)."""
+    """(sending socket, receiving socket)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     reading, sending = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     address = f"inproc://frames-{random.getrandbits(64)}"

@@ -183,7 +183,7 @@ def test_a_forked_child_neither_uses_nor_ends_the_engine(engine: Engine) -> None
         except EngineDeadError as error:
             refused = "belongs to process" in str(error)
         engine.shutdown()
-        engine._end()  # what a child's sys.exit would call
+        engine._end()  # as in a child's sys.exit
         os._exit(0 if refused else 1)
     deadline = time.monotonic() + 20
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):

@@ -223,7 +223,7 @@ def test_failed_reader_fails_all_requests_with_the_reason(tmp_path: Path, monkey
             with monkeypatch.context() as broken:
                 broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)
                 first.bring("r0", [5])
-                for waiting in (tasks[0], tasks[1], call):  # the other group's too, as nothing of it is read
+                for waiting in (tasks[0], tasks[1], call):  # the other group's too: its messages are not read either
                     with pytest.raises(EngineDeadError, match=r"core0 failed: the front end .*ZeroDivisionError"):
                         await asyncio.wait_for(waiting, 20)
             healths = client.healths()

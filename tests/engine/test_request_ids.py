@@ -1,4 +1,4 @@
-"""Request ids: a client may use one again as soon as its request has ended, and gets the answer to what it asked."""
+"""Request ids: a client may reuse an id as soon as its request has ended, and gets the new request's output."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_retries_after_every_kind_of_ending_beside_others(clients: list[list[tup
 
 
 async def settled(core: DelayedCore, frontend: Frontend) -> None:
-    """The core has ended everything and the front end has heard of it."""
+    """The core has ended all requests and the front end has received the ends."""
     assert frontend.num_live == 0
     async with asyncio.timeout(20):
         while core.live:
@@ -151,7 +151,7 @@ def test_abort_matches_id_prefixes_and_waiting_copies(tmp_path: Path) -> None:
                 asyncio.create_task(ask("b", input_ids=[[3], [4]], sampling_params={"max_new_tokens": 10000})),
             ]
             await asyncio.sleep(0)
-            frontend.abort("a_", reason="first")  # all three copies of "a", none of which the core has heard of
+            frontend.abort("a_", reason="first")  # all three copies of "a", none of which was sent to the core
             await tasks[0]
             assert ends == {f"a_{copy}": ("first", 0) for copy in range(3)}
             while len(core.received) < 5:

@@ -1,4 +1,4 @@
-"""The endpoints: SGLang's answers, who may call them, and what they say where nothing can be recorded."""
+"""Expert-recording endpoints: SGLang's responses, keys, and errors with recording off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = {**VIEW, "counts": [[0, 0], [1, 1]], "pass": 5, "balancedness": {}}
 
 
 class RecordingClient(FakeClient):
-    """Two schedulers that answer calls about experts as they are told to."""
+    """Two schedulers with scripted replies to expert calls."""
 
     def __init__(self, **answers: Any) -> None:
         super().__init__()

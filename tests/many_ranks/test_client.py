@@ -1,4 +1,4 @@
-"""The front end's client over several schedulers: who gets what, and what is left when a replica dies."""
+"""The front end's client over several schedulers: routing, and the loss of replicas and groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.server.fake_engine import INFO
 
 
 class FakeCore:
-    """A core of `groups` schedulers that the test plays: it reads what they were sent and says what they answer."""
+    """A core of `groups` schedulers played by the test: reads their messages and sends their replies."""
 
     def __init__(self, folder: Path, name: str, groups: int) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class FakeCore:
         self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._outbox.connect(f"ipc://{folder}/{name}-from")
 
-    # -- what the client uses
+    # -- used by the client
 
     def on_death(self, listener: Callable[[str], None], loop: Any) -> None:
         self._listener = listener
@@ -55,7 +55,7 @@ class FakeCore:
     def stop(self, grace: float) -> None:
         self.stopped = grace
 
-    # -- what the test does
+    # -- used by the test
 
     async def got(self, group: int) -> messages.ToCore:
         while not self._inboxes[group].poll(0):
@@ -190,7 +190,7 @@ def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
                 asked = await core.got(group)
                 assert asked.method == "flush_cache" and asked.args == {"now": True}
                 core.send(messages.Reply(id=asked.id, value=value))
-            assert await call == [1, 2, 3]  # by scheduler, whoever was first
+            assert await call == [1, 2, 3]  # by scheduler, in any order of arrival
             tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
             for core, group in ((first, 0), (first, 1), (second, 0)):
                 await core.got(group)
@@ -226,7 +226,7 @@ def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
             call = asyncio.create_task(client.call_each("expert_take"))
-            await asyncio.sleep(0)  # it knows whom to ask, and has asked nobody
+            await asyncio.sleep(0)  # it has chosen a scheduler and not called it yet
             second.die("core1 was killed by SIGKILL")
             first.send(messages.Reply(id=(await first.got(0)).id, value={"parts": []}))
             answer, error = await call

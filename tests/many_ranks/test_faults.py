@@ -1,4 +1,4 @@
-"""Ranks of a real server are killed or stopped: who is named how soon, what each request gets, what is left."""
+"""Ranks of a real server are killed or stopped: which rank is named how soon, each request's result, leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks.drill import ended
 GROUPS = ("--tp", "2", "--attn-dp-size", "2")
 REPLICAS = ("--dp", "2", "--watchdog-timeout", "4")
 PATIENCE = 60.0
-"""Seconds, far above what anything here takes; what it took is printed."""
+"""Time limit in seconds, far above the real durations, which are printed."""
 LONG, LONG_PROMPT = 1500, 1500
 
 
@@ -92,7 +92,7 @@ def ranks_of(server: ServerProcess) -> list[psutil.Process]:
 def is_rank(process: psutil.Process) -> bool:
     try:
         return any("core_main" in part or "ranks.main" in part for part in process.cmdline())
-    except psutil.Error:  # one of those that look at the machine and end at once
+    except psutil.Error:  # a short-lived process that probes the machine
         return False
 
 
@@ -211,7 +211,7 @@ def test_a_rank_lost_while_starting(tmp_path: Path, flags: tuple[str, ...], how:
     try:
         until(lambda: len(ranks_of(server)) == 2, server)
         ranks = ranks_of(server)
-        until(lambda: "torch_cpu" in Path(f"/proc/{ranks[1].pid}/maps").read_text(), server)  # it has said hello
+        until(lambda: "torch_cpu" in Path(f"/proc/{ranks[1].pid}/maps").read_text(), server)  # it has sent Hello
         assert "READY" not in server.log
         ranks[1].send_signal(how)
         expected = words.format(pid=ranks[1].pid)

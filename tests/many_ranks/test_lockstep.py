@@ -1,4 +1,4 @@
-"""Schedulers agree on each step: everybody's facts, in order, for the right step; nobody is left waiting or behind."""
+"""Step sync of schedulers: all groups' facts, in order, for the right step; no scheduler blocks or falls behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def meshes(tmp_path: Path) -> Iterator[Callable[[int], list[StepExchange]]]:
 
 
 def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepExchange]]) -> None:
-    """Each at its own pace: whoever is early waits, and what came early is kept for its step."""
+    """Each at its own pace: an early scheduler waits, and early messages are kept for their step."""
     count, steps = 4, 60
     seen: list[list[tuple[StepFacts, ...]]] = [[] for _ in range(count)]
 
@@ -123,7 +123,7 @@ def test_waiting_scheduler_detects_a_lost_rank(meshes: Callable[[int], list[Step
 def test_turns_of_prompts() -> None:
     running, waiting = StepFacts(num_running=3), StepFacts(num_running=3, num_waiting=1)
     turns = PrefillTurns(patience=3)
-    assert turns.open  # at the beginning nobody decodes
+    assert turns.open  # at the beginning no group decodes
     held = []
     for _ in range(4):
         turns.after((running, running, waiting))
@@ -134,9 +134,9 @@ def test_turns_of_prompts() -> None:
     turns.after((running, waiting, waiting))
     assert turns.open  # enough have some
     turns.after((running, running, running))
-    assert not turns.open  # there is nothing to let in while they decode
+    assert not turns.open  # no prompts wait while they decode
     turns.after((StepFacts(), StepFacts(num_waiting=2), StepFacts()))
-    assert turns.open  # nobody decodes
+    assert turns.open  # no group decodes
 
 
 def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], list[StepExchange]]) -> None:
@@ -188,7 +188,7 @@ def test_facts_of_a_plan() -> None:
 
 
 def test_a_status_from_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clocks of machines differ: what travels are ages, and what was never set stays unset."""
+    """Clocks of machines differ: ages are sent, and unset fields stay unset."""
     here, there = (SharedStatus(tmp_path / name, create=True) for name in ("here", "there"))
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     here.write(ready=1, step=12, step_end=998.5, busy_since=990.0, last_turn=999.0, num_running=4, token_usage=0.25)

@@ -1,4 +1,4 @@
-"""A core with ranks, its requests and what became of them, as a drill needs it."""
+"""A core with ranks, its requests and their results, for fault tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = DetectorLimits(
 )
 """Late after a fixed time, however long steps take on this machine."""
 PATIENCE = 60.0
-"""Seconds, for what a slow machine takes long for: far above what it takes."""
+"""Time limit in seconds, far above the real durations even on a slow machine."""
 
 
 def options(size: int, make_worker: Callable[..., Any], **changes: Any) -> RankGroupOptions:
@@ -36,7 +36,7 @@ def options(size: int, make_worker: Callable[..., Any], **changes: Any) -> RankG
 
 
 def config_of(checkpoint: Path) -> Any:
-    """Torch's kernels: quick to load, and nothing is compiled first."""
+    """Torch's kernels: they load quickly and need no compilation."""
     backends = {f"{family}_backend": "torch" for family in ("attention", "moe_runner", "linear", "ops", "sampling")}
     return prepare(EngineArgs.from_kwargs(model_path=str(checkpoint), max_total_tokens=4096, **backends))
 

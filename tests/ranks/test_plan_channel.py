@@ -62,7 +62,7 @@ def test_plans_arrive_whole_and_in_order_at_every_follower(sender: PlanSender) -
     for plan in plans:
         sender.send(plan)
     sender.stop()
-    for receiver in receivers:  # nobody reads before all is sent
+    for receiver in receivers:  # no one reads before everything is sent
         for expected in plans:
             message = receiver.receive(5.0)
             assert isinstance(message, Step) and message.plan == expected

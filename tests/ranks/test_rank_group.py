@@ -145,7 +145,7 @@ def test_error_while_loading_names_its_rank(checkpoint: Path) -> None:
 
 
 def loading(checkpoint: Path, flag: Path, capfd: Any) -> tuple[drills.CoreProcess, psutil.Process]:
-    """A core that waits for rank 1, which holds still while it loads, and has said so."""
+    """A core that waits for rank 1, which blocks while loading and has reported that."""
     hold = Hold(1, "load", flag)
     core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, partial(meeting_worker, hold=hold)))
     said = ""

@@ -15,7 +15,7 @@ LIMITS = DetectorLimits(silent=3.0, start_late=5.0, start_silent=15.0, late=1.0,
 
 
 class Ranks:
-    """A failure detector over four ranks whose positions the test sets; rank 0 is where `positions[0]` says."""
+    """A failure detector over four ranks whose positions the test sets; rank 0's is `positions[0]`."""
 
     def __init__(self, size: int = 4, num_nodes: int = 1) -> None:
         address = "head:5000" if num_nodes > 1 else None
@@ -148,7 +148,7 @@ def test_peer_lost_error_waits_for_the_dead_rank(ranks: Ranks) -> None:
 
 def test_short_silence_suffices_after_a_peer_lost_error(ranks: Ranks) -> None:
     ranks.detector.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
-    ranks.run(1.0, silent=(3,))  # its whole node went, and nobody is left there to say so
+    ranks.run(1.0, silent=(3,))  # its whole node died, so no process there reports it
     assert ranks.failure.startswith("TP3 (pid 103) silent for 0.9 s")
 
 

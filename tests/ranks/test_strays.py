@@ -1,4 +1,4 @@
-"""Frames of strangers, of other versions and of bugs end no receive loop: the group lives, and real work goes on.
+"""Foreign, outdated and malformed frames end no receive loop: the group survives and work continues.
 
 MOE_ENGINE_TEST_FRAMES frames go to each kind of socket (600 unless set; 20000 make 10^5 in all).
 """
@@ -182,7 +182,7 @@ def test_failed_heartbeat_thread_exits_the_process(group: Group, monkeypatch: py
 
 
 class FakeLeader:
-    """The other end of a link, which says what the test wants."""
+    """The leader's side of a heartbeat client; sends what the test specifies."""
 
     def __init__(self, address: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -408,7 +408,7 @@ def test_plans_arrive_among_random_subscriptions(tmp_path: Path) -> None:
 
 
 def test_a_follower_survives_random_plans(tmp_path: Path) -> None:
-    """Its socket hears the leader alone; frames of another version must not end it either."""
+    """Its socket receives only from the leader; frames of another version must not end it either."""
     leader: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
     leader.setsockopt(zmq.SNDHWM, 0)
     leader.bind(f"ipc://{tmp_path}/plans")

@@ -57,7 +57,7 @@ CASES = [
 
 
 def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What the launch printed as its error; there is nothing of it left."""
+    """The launch's error output; no process of it is left."""
     port = () if "--port" in flags else ("--port", "0")
     before = psutil.Process().children()  # of other tests
     assert cli.main(["serve", "--max-total-tokens", "2048", *port, *flags]) == cli.USAGE_ERROR
@@ -102,7 +102,7 @@ def test_a_node_rank_that_slurm_contradicts(
 def test_node_0_exits_with_the_other_nodes_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], secret: str
 ) -> None:
-    """To node 0 itself nothing is wrong: it would wait for the other one until --dist-timeout."""
+    """Node 0 has no error of its own: it would wait for the other node until --dist-timeout."""
     if secret:
         monkeypatch.setenv("MOE_ENGINE_DIST_SECRET", secret)
     flags = [*NODES, "--max-total-tokens", "2048", "--node-rank", "0", "--dist-init-addr", f"127.0.0.1:{free_port()}"]

@@ -202,7 +202,7 @@ def test_large_body_is_refused_unread():
     assert response.status_code == 413
     assert "1000 bytes" in response.json()["message"]
     assert read <= 3
-    assert response.headers["connection"] == "close"  # what follows on it is the rest of the body
+    assert response.headers["connection"] == "close"  # the rest of the body would follow on it
 
 
 @pytest.mark.parametrize("form", ["Content-Length: 5000", "Transfer-Encoding: chunked"])

@@ -69,7 +69,7 @@ def padded(body: dict[str, Any], size: int) -> bytes:
 
 
 def shown(response: httpx.Response) -> tuple[int, str]:
-    """Status and body without what differs from one request to the next."""
+    """Status and body without the fields that differ between requests."""
     text = response.text
     for name in ("e2e_latency", "first_token_latency", "created", "id"):
         value = '[-+.e\\d]+|"[^"]*"'
@@ -127,7 +127,7 @@ def test_tokenizer_that_no_process_can_load_uses_threads(places, monkeypatch, si
 
 @pytest.mark.parametrize("settings", [SETTINGS, {"skip_tokenizer_init": True}], ids=["text", "ids"])
 def test_large_bodies_get_the_same_responses_as_small_ones(settings):
-    """By one process after the other's work: what fails leaves nothing behind."""
+    """One process serves them one after the other: failed work leaves no state."""
 
     async def session(http):
         for path, body in [*CASES, *WRONG]:

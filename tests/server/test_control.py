@@ -1,4 +1,4 @@
-"""Health, keys, metrics, facts, tokenize, abort, what is not there yet, and the request log."""
+"""Health, keys, metrics, server info, tokenize, abort, unimplemented endpoints, and the request log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_health_reports_dead_stalled_and_idle_engines(path):
         response = get(client, path)
         assert response.status_code == 503
         assert word in response.json()["error"]["message"]
-    client.board = replace(good, last_step_age=400.0)  # nothing to do: idle, not stalled
+    client.board = replace(good, last_step_age=400.0)  # idle, not stalled
     assert get(client, path).status_code == 200
     client.board = replace(good, last_step_age=40.0, num_running=1)
     assert get(client, path).status_code == 200
@@ -267,7 +267,7 @@ def test_weight_version_everywhere():
 
 
 def test_backends_and_graphs_in_force():
-    """What the worker chose and recorded, not what was asked for."""
+    """The worker's choices are reported, not the flags."""
     chosen = ("fa3", "deep_gemm", "triton", "torch", "flashinfer")
     backends = dict(zip(("attention", "experts", "linear", "ops", "sampling"), chosen))
     client = FakeClient(backends=backends, graph_bytes=3 << 29, weight_bytes=1 << 30)

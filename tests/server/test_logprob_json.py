@@ -186,7 +186,7 @@ async def burst(core: FakeCore, num_sequences: int, steps: int, block: PackedLog
 def test_other_tasks_run_between_bounded_parts_of_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, num_requests: int, options: dict[str, Any], steps: int
 ) -> None:
-    """A heartbeat counts what is rendered between two of its turns: at most one part for each sequence."""
+    """A background task counts the parts rendered between two of its iterations: at most one per sequence."""
     monkeypatch.setattr(inbox, "MAX_ENTRIES", 5 * (1 + TOP))
     counted, longest, beats = Counted(monkeypatch), 0, 0
     block = pack(entries(random.Random(1), 1, TOP))

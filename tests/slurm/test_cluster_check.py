@@ -163,7 +163,7 @@ def test_the_trial_engine_fits_any_number_of_nodes(nodes):
 
 
 class Part(EngineProcess):
-    """Stands for a node's part of the engine: `endings` by node are what it prints and its exit code."""
+    """Stands for a node's part of the engine: `endings` by node: its output and exit code."""
 
     endings: dict[int, tuple[str, int]]
 

@@ -1,4 +1,4 @@
-"""serve.sbatch and bench.sbatch, unchanged, under a real slurmctld: what the scripts promise in their heads."""
+"""serve.sbatch and bench.sbatch, unchanged, under a real slurmctld: the behaviour promised in their headers."""
 
 from __future__ import annotations
 
