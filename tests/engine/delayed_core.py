@@ -41,7 +41,7 @@ class DelayedCore:
         self.steps = 0
 
     def step(self) -> None:
-        """Ends what was aborted before the last step, brings tokens, then reads its mail."""
+        """Ends requests aborted before the last step, sends tokens, then reads its messages."""
         self.steps += 1
         for group in range(self.groups):
             deltas = [self._delta(request) for request, where in list(self.live.values()) if where == group]

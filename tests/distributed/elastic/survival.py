@@ -22,12 +22,12 @@ from tests.distributed.ranks.drill import ended
 ORDINARY = 250  # token ids from here on are special
 KERNELS = {"max_total_tokens": 8192, "dtype": "float32", "cpu_threads": 1, "skip_tokenizer_init": True}
 WAIT_SECONDS = 120.0
-"""Far above what it takes."""
+"""Time limit, far above the real duration."""
 
 
 @dataclass
 class Stream:
-    """A streamed request: what has come so far, piece by piece, and how it ended."""
+    """A streamed request: the pieces received so far, and how it ended."""
 
     prompt: list[int]
     sampling: dict[str, Any]
@@ -65,7 +65,7 @@ class Stream:
 
 
 def draw(seed: int, count: int, num_tokens: int, ranks: Sequence[int], length: int = 12) -> list[Stream]:
-    """Greedy and seeded requests, dealt to the ranks; some count what they have said already (penalties)."""
+    """Greedy and seeded requests, distributed over the ranks; some with penalties, which depend on earlier tokens."""
     rng = random.Random(seed)
     streams = []
     for i in range(count):
@@ -93,15 +93,15 @@ class Struck:
             elastic_ep=True,
             **{**KERNELS, "moe_a2a_backend": "all_to_all", **flags},
         )
-        self.hub = psutil.Process(self.engine._cores[0].pid)
-        self.ranks = sorted(self.hub.children(), key=lambda process: (process.create_time(), process.pid))
+        self.supervisor = psutil.Process(self.engine._cores[0].pid)
+        self.ranks = sorted(self.supervisor.children(), key=lambda process: (process.create_time(), process.pid))
 
     def strike(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
         self.ranks[rank].send_signal(how)
 
     @property
     def alive(self) -> list[int]:
-        """What each scheduler that is left says how many there are."""
+        """Number of live groups, as reported by each surviving scheduler."""
         return [state["alive_groups"] for state in self.engine.get_server_info()["internal_states"]]
 
     def problems(self) -> list[Any]:
@@ -117,11 +117,11 @@ def struck(path: Path, num_ranks: int, redundant: int, **flags: Any) -> Iterator
         yield running
     finally:
         running.engine.shutdown()
-    until(lambda: all(map(ended, [running.hub, *running.ranks])), "a process was left behind")
+    until(lambda: all(map(ended, [running.supervisor, *running.ranks])), "a process was left behind")
 
 
 def alone(path: Path, streams: Sequence[Stream], **flags: Any) -> list[list[int]]:
-    """The tokens of one rank that nothing happens to."""
+    """The tokens of a single undisturbed rank."""
     with Engine(str(path), **{**KERNELS, **flags}) as engine:
         answers = engine.generate(
             input_ids=[stream.prompt for stream in streams], sampling_params=[stream.sampling for stream in streams]

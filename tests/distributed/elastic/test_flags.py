@@ -1,4 +1,4 @@
-"""What --elastic-ep needs, what stands in its way, and how many ranks may be lost."""
+"""Requirements and conflicts of --elastic-ep, and how many ranks may be lost."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_losses_are_covered_as_far_as_slots_go(models: dict[str, ModelConfig]) -
         ({"ep_num_redundant_experts": 0}, "12 slots for 16 experts.*--ep-num-redundant-experts 8 covers one"),
     ],
 )
-def test_what_stands_in_the_way_is_named(models: dict[str, ModelConfig], flags: dict[str, Any], words: str) -> None:
+def test_incompatible_flags_are_named(models: dict[str, ModelConfig], flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"--elastic-ep: .*{words}"):
         plan_of(models["deepseek_v3"], **{**GOOD, **flags})
 

@@ -1,4 +1,4 @@
-"""Parts of going on without lost ranks, each by itself: groups, watch, common steps, the front end's log of tokens."""
+"""Parts of surviving lost ranks, each by itself: groups, failure detector, step sync, migration of requests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.cluster import rank_supervisor as rank_hub
+from moe_engine.cluster import rank_supervisor
 from moe_engine.cluster.failure_detector import FailureDetector
 from moe_engine.cluster.heartbeat_client import HeartbeatClient
 from moe_engine.core import loop as core
 from moe_engine.core import messages
-from moe_engine.core.dp_sync import GONE, DPSync, StepExchange
+from moe_engine.core.dp_sync import LOST, DPSync, StepExchange
 from moe_engine.core.executor import RanksChanged, Survivors
 from moe_engine.errors import EngineDeadError
 from moe_engine.executor import messages as rank_messages
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
 from moe_engine.parallel.collectives import LOOK_AGAIN, Group, SingleRank
 from moe_engine.parallel.dispatch.rows import without_lost
@@ -41,7 +41,7 @@ from tests.distributed.engine.test_client import ask, client_of, request
 
 
 class Threads(SingleRank):
-    """A group of the threads of this process; only what is not made of other operations."""
+    """A group of this process's threads; implements only the primitive operations."""
 
     def __init__(self, rank: int, desk: list[Any], meet: threading.Barrier) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_message_that_is_slow_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("alive", [[True, True, True], [False, True, True], [True, False, False]])
-def test_balancedness_is_that_of_the_ranks_left(alive: list[bool]) -> None:
+def test_balancedness_counts_surviving_ranks(alive: list[bool]) -> None:
     physical = torch.randint(1, 50, (5, 6))  # of five layers, two slots a rank
     physical[:, ~torch.tensor(alive).repeat_interleave(2)] = 0
     windows = BalanceWindows(3)
@@ -155,42 +155,42 @@ def test_balancedness_is_that_of_the_ranks_left(alive: list[bool]) -> None:
     assert windows.add(1, physical) == pytest.approx(float(expected))
 
 
-# -- the watch
+# -- the detector
 
 
 class Watched:
     def __init__(self, coverage: Coverage | None) -> None:
         places = RankGroupOptions(4, lambda: None, num_groups=4).places
-        self.watch = FailureDetector(places, WatchLimits(silent=3.0), coverage=coverage)
+        self.detector = FailureDetector(places, DetectorLimits(silent=3.0), coverage=coverage)
         for rank in range(4):
-            self.watch.joined(rank, "here", 100 + rank)
-            self.watch.loaded(rank, {})
+            self.detector.joined(rank, "here", 100 + rank)
+            self.detector.loaded(rank, {})
         self.told: list[Survivors] = []
-        self.watch.on_survivors(self.told.append)
-        self.watch.arm()
+        self.detector.on_survivors(self.told.append)
+        self.detector.arm()
 
     def run(self, seconds: float, silent: tuple[int, ...] = ()) -> None:
         for _ in range(round(seconds / 0.1)):
             for rank in {0, 1, 2, 3}.difference(silent):
-                self.watch.beat(rank, Position())
-            self.watch.tick(0.1)
+                self.detector.beat(rank, Position())
+            self.detector.tick(0.1)
 
 
-def test_losses_of_a_moment_are_told_at_once_and_what_fails_behind_them_is_no_news() -> None:
+def test_simultaneous_losses_are_announced_together_and_later_failures_ignored() -> None:
     ranks = Watched(Coverage(8, 4))
-    ranks.watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
-    ranks.watch.failed(2, "all_to_all failed", peer_lost=True)
-    ranks.watch.died(3, "DP3 TP3 (pid 103) was killed by SIGKILL")
+    ranks.detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
+    ranks.detector.failed(2, "all_to_all failed", peer_lost=True)
+    ranks.detector.died(3, "DP3 TP3 (pid 103) was killed by SIGKILL")
     assert not ranks.told
     ranks.run(0.3)
     (survivors,) = ranks.told
     assert survivors.alive == (False, True, True, False) and survivors.generation == 1
     assert "DP0 TP0 (pid 100)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
-    ranks.watch.failed(2, "step 7 failed", peer_lost=False, generation=0)  # what it had under way
+    ranks.detector.failed(2, "step 7 failed", peer_lost=False, generation=0)  # its step in flight
     ranks.run(8.0, silent=(0, 3))  # the lost are not missed again
-    assert ranks.watch.verdict is None and len(ranks.told) == 1
-    ranks.watch.failed(2, "step 9 failed", peer_lost=False, generation=1)
-    assert "step 9 failed" in str(ranks.watch.verdict)
+    assert ranks.detector.failure is None and len(ranks.told) == 1
+    ranks.detector.failed(2, "step 9 failed", peer_lost=False, generation=1)
+    assert "step 9 failed" in str(ranks.detector.failure)
 
 
 def test_a_silent_rank_is_lost_until_experts_have_no_room() -> None:
@@ -198,38 +198,38 @@ def test_a_silent_rank_is_lost_until_experts_have_no_room() -> None:
     ranks.run(4.0, silent=(2,))
     assert [survivors.alive for survivors in ranks.told] == [(True, True, False, True)]
     assert "DP2 TP2 (pid 102) silent for 3." in ranks.told[0].losses[0]
-    ranks.watch.died(1, "DP1 TP1 (pid 101) exited with code 1")
-    verdict = str(ranks.watch.verdict)
-    assert "DP1 TP1 (pid 101) exited with code 1" in verdict
-    assert "2 of 4 ranks cannot hold 8 experts in 3 slots each: --ep-num-redundant-experts 8 would" in verdict
+    ranks.detector.died(1, "DP1 TP1 (pid 101) exited with code 1")
+    failure = str(ranks.detector.failure)
+    assert "DP1 TP1 (pid 101) exited with code 1" in failure
+    assert "2 of 4 ranks cannot hold 8 experts in 3 slots each: --ep-num-redundant-experts 8 would" in failure
 
 
-def test_the_end_names_all_that_went_at_that_moment() -> None:
+def test_failure_names_all_simultaneous_losses() -> None:
     ranks = Watched(Coverage(8, 3))
     for rank in (1, 2):
-        ranks.watch.died(rank, f"DP{rank} TP{rank} (pid 10{rank}) was killed by SIGKILL")
-    verdict = str(ranks.watch.verdict)
-    assert "DP1 TP1 (pid 101) was killed" in verdict and "DP2 TP2 (pid 102) was killed" in verdict
-    assert "2 of 4 ranks cannot hold 8 experts" in verdict and not ranks.told
+        ranks.detector.died(rank, f"DP{rank} TP{rank} (pid 10{rank}) was killed by SIGKILL")
+    failure = str(ranks.detector.failure)
+    assert "DP1 TP1 (pid 101) was killed" in failure and "DP2 TP2 (pid 102) was killed" in failure
+    assert "2 of 4 ranks cannot hold 8 experts" in failure and not ranks.told
 
 
-def test_without_the_flag_a_loss_ends_all() -> None:
+def test_loss_without_elastic_ep_fails_the_group() -> None:
     ranks = Watched(None)
-    ranks.watch.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
-    assert "SIGKILL" in str(ranks.watch.verdict) and not ranks.told
+    ranks.detector.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
+    assert "SIGKILL" in str(ranks.detector.failure) and not ranks.told
 
 
-# -- the hub
+# -- the supervisor
 
 
-class Hub:
-    """A hub whose ranks are links of this process."""
+class SupervisedRanks:
+    """A supervisor whose ranks are links of this process."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rank_hub, "LocalRanks", Mock())
-        monkeypatch.setattr(rank_hub, "open_store", lambda options, host: Mock(port=1))
+        monkeypatch.setattr(rank_supervisor, "LocalRanks", Mock())
+        monkeypatch.setattr(rank_supervisor, "open_store", lambda options, host: Mock(port=1))
         options = RankGroupOptions(3, lambda: None, num_groups=3, coverage=Coverage(4, 4))
-        self.hub = rank_hub.RankSupervisor(None, options, Mock(board_path=folder / "board"))
+        self.supervisor = rank_supervisor.RankSupervisor(None, options, Mock(status_path=folder / "status"))
         self.told: list[Survivors] = []
         self.busy: dict[int, Future[Any]] = {}
         """What ranks are asked that do not answer."""
@@ -242,7 +242,7 @@ class Hub:
                 answer.set_result(f"{method} of {rank}")
             return answer
 
-        hello, limits = rank_messages.Hello(rank, "here", 100 + rank), WatchLimits(silent=60.0)
+        hello, limits = rank_messages.Hello(rank, "here", 100 + rank), DetectorLimits(silent=60.0)
         link = HeartbeatClient(
             address,
             f"rank{rank}",
@@ -259,74 +259,74 @@ class Hub:
     def close(self) -> None:
         for link in self.links:
             link.close()
-        self.hub.close()
+        self.supervisor.close()
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    running = Hub(tmp_path, monkeypatch)
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SupervisedRanks]:
+    running = SupervisedRanks(tmp_path, monkeypatch)
     yield running
     running.close()
 
 
-def test_the_hub_has_no_rank_of_its_own_and_tells_every_loss(hub: Hub) -> None:
-    assert hub.hub.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
-    hub.hub._watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anybody listens
-    until(lambda: len(hub.told) == 2, "the ranks were not told")
+def test_supervisor_has_no_rank_and_reports_every_loss(supervised: SupervisedRanks) -> None:
+    assert supervised.supervisor.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
+    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anyone listens
+    until(lambda: len(supervised.told) == 2, "the ranks were not told")
     told: list[messages.GroupsLost] = []
 
     def tell(news: messages.GroupsLost) -> None:
         told.append(news)
-        hub.links[1].send(rank_messages.Ended(1))
+        supervised.links[1].send(rank_messages.Ended(1))
 
-    hub.hub.run(tell)
+    supervised.supervisor.run(tell)
     ((groups, message),) = [(news.groups, news.message) for news in told]
     assert groups == [0] and "DP0 TP0 (pid 100) was killed by SIGKILL" in message
-    assert {survivors.alive for survivors in hub.told} == {(False, True, True)}
+    assert {survivors.alive for survivors in supervised.told} == {(False, True, True)}
 
 
-def test_any_rank_asks_all_others(hub: Hub) -> None:
-    hub.hub.start()
-    assert hub.links[0].ask_others(0, "view").result(30) == ["view of 1", "view of 2"]
-    hub.hub._watch.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
-    until(lambda: len(hub.told) == 2, "the ranks were not told")
-    assert hub.links[1].ask_others(1, "view").result(30) == ["view of 2"]
+def test_any_rank_can_call_all_others(supervised: SupervisedRanks) -> None:
+    supervised.supervisor.start()
+    assert supervised.links[0].ask_others(0, "view").result(30) == ["view of 1", "view of 2"]
+    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
+    until(lambda: len(supervised.told) == 2, "the ranks were not told")
+    assert supervised.links[1].ask_others(1, "view").result(30) == ["view of 2"]
 
 
-def test_what_the_others_have_told_is_not_lost_with_one_that_did_not_answer(hub: Hub) -> None:
-    hub.hub.start()
-    hub.busy[2] = Future()
-    asked = hub.links[0].ask_others(0, "dump")
+def test_replies_of_other_ranks_survive_the_loss_of_one(supervised: SupervisedRanks) -> None:
+    supervised.supervisor.start()
+    supervised.busy[2] = Future()
+    asked = supervised.links[0].ask_others(0, "dump")
     with pytest.raises(TimeoutError):
         asked.result(0.3)
-    hub.hub._watch.died(2, "DP2 TP2 (pid 102) was killed by SIGKILL")
+    supervised.supervisor._detector.died(2, "DP2 TP2 (pid 102) was killed by SIGKILL")
     assert asked.result(30) == ["dump of 1"]
 
 
-def test_a_rank_that_has_served_to_the_end_is_not_missed_before_it_was_heard(hub: Hub) -> None:
-    hub.hub.start()
+def test_orderly_exit_is_acknowledged_before_the_rank_leaves(supervised: SupervisedRanks) -> None:
+    supervised.supervisor.start()
     heard = threading.Event()
 
     def end() -> None:
-        time.sleep(0.3)  # a hub that is slow to read
+        time.sleep(0.3)  # a supervisor that is slow to read
         heard.set()
 
-    hub.hub._watch.end = end  # type: ignore[method-assign]
-    hub.links[1].send(rank_messages.Ended(1))
-    hub.links[1].close(heard=True)
+    supervised.supervisor._detector.end = end  # type: ignore[method-assign]
+    supervised.links[1].send(rank_messages.Ended(1))
+    supervised.links[1].close(acknowledged=True)
     assert heard.is_set()
 
 
 # -- steps
 
 
-def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
-    meshes = [StepExchange(group, 3, f"ipc://{tmp_path}/steps-{group}") for group in range(3)]
-    for mesh in meshes:
-        mesh.connect([other.address for other in meshes])
-    steps = [DPSync(mesh, lambda: None) for mesh in meshes[:2]]
-    meshes[2].send(1, StepFacts(num_tokens=9))  # its last words
-    meshes[0].send(1, StepFacts(num_tokens=8))  # of a step that never was
+def test_steps_restart_without_a_lost_group(tmp_path: Path) -> None:
+    exchanges = [StepExchange(group, 3, f"ipc://{tmp_path}/steps-{group}") for group in range(3)]
+    for exchange in exchanges:
+        exchange.connect([other.address for other in exchanges])
+    steps = [DPSync(exchange, lambda: None) for exchange in exchanges[:2]]
+    exchanges[2].send(1, StepFacts(num_tokens=9))  # its last words
+    exchanges[0].send(1, StepFacts(num_tokens=8))  # of a step that never was
 
     def part(group: int) -> list[tuple[StepFacts, ...] | None]:
         steps[group].regroup(1, [True, True, False])
@@ -337,14 +337,14 @@ def test_steps_begin_anew_without_a_lost_group(tmp_path: Path) -> None:
     try:
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(part, range(2))
-        expected = [(StepFacts(num_tokens=n), StepFacts(num_tokens=10 + n), GONE) for n in range(3)]
+        expected = [(StepFacts(num_tokens=n), StepFacts(num_tokens=10 + n), LOST) for n in range(3)]
         assert first == second == expected
     finally:
-        for mesh in meshes:
-            mesh.close()
+        for exchange in exchanges:
+            exchange.close()
 
 
-def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(
+def test_pause_of_a_loss_before_the_first_iteration_is_zero(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(core, "time", Mock(monotonic=lambda: 5000.0))
@@ -365,7 +365,7 @@ def test_a_loss_before_the_first_turn_is_not_a_pause_since_the_machines_boot(
 # -- the front end
 
 
-def test_a_request_of_a_lost_group_goes_on_elsewhere_from_what_was_said(tmp_path: Path) -> None:
+def test_request_of_a_lost_group_migrates_with_its_tokens(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 3) as (client, (core,)):
             task = ask(client, "r", 4, lane=1)
@@ -394,7 +394,7 @@ def test_a_request_of_a_lost_group_goes_on_elsewhere_from_what_was_said(tmp_path
     asyncio.run(run())
 
 
-def test_what_is_aborted_while_its_group_is_lost_goes_on_nowhere(tmp_path: Path) -> None:
+def test_aborted_request_of_a_lost_group_does_not_migrate(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             news: list[messages.RequestDelta] = []
@@ -405,7 +405,7 @@ def test_what_is_aborted_while_its_group_is_lost_goes_on_nowhere(tmp_path: Path)
 
             task = asyncio.create_task(read())
             await core.got(1)
-            client.abort(["r"], reason="enough")  # which its group does not live to hear
+            client.abort(["r"], reason="enough")  # its group dies before receiving it
             info = asyncio.create_task(client.call("internal_state"))
             call = await core.got(0)
             assert isinstance(call, messages.Call)
@@ -416,13 +416,13 @@ def test_what_is_aborted_while_its_group_is_lost_goes_on_nowhere(tmp_path: Path)
             last = news[-1]
             assert last.finish is not None and last.finish["type"] == "abort" and last.finish["message"] == "enough"
             core.send(messages.Reply(call.id, value={"of": 0}))
-            assert await info == [{"of": 0}]  # of those that are left
+            assert await info == [{"of": 0}]  # of the surviving schedulers
             assert core.nothing_for(0)
 
     asyncio.run(run())
 
 
-def test_a_request_does_not_take_all_schedulers_with_it(tmp_path: Path) -> None:
+def test_poison_request_stops_after_max_migrations(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 6, method="round_robin") as (client, (core,)):
             task = ask(client, "poison")

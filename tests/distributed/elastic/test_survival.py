@@ -1,4 +1,4 @@
-"""Ranks of a real engine are killed and stopped: every answer is that of one rank to which nothing happens."""
+"""Ranks of a real engine are killed and stopped: every output equals that of a single undisturbed rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(streams: list[Stream], expected: list[list[int]]) -> None:
-    """Whole answers, right ones, and never another word about what was cached."""
+    """Outputs are complete and correct, and cached_tokens never changes."""
     assert [stream.error for stream in streams] == [""] * len(streams)
     assert [stream.tokens for stream in streams] == expected
     assert all(len(stream.cached) == 1 for stream in streams)
@@ -41,7 +41,7 @@ def check(streams: list[Stream], expected: list[list[int]]) -> None:
     assert all(len(stream.meta["input_token_logprobs"]) == len(stream.prompt) for stream in streams)
 
 
-def test_killed_in_decode_then_another_in_prefill_until_no_more_may_go(checkpoint: Path) -> None:
+def test_kills_in_decode_and_prefill_until_experts_are_not_covered(checkpoint: Path) -> None:
     """Four ranks of which any two have slots for all experts, over sockets."""
     decoding, late = draw(SEED, 8, LONG, [0, 1, 2, 3]), draw(SEED + 1, 3, 20, [1, 2, 3])
     prefilling = draw(SEED + 2, 24, 12, [1, 2, 3], length=300)
@@ -79,7 +79,7 @@ def test_killed_in_decode_then_another_in_prefill_until_no_more_may_go(checkpoin
         finish(last)
         assert all("DP3 TP3" in stream.error and "SIGKILL" in stream.error for stream in last)
         assert all("--ep-num-redundant-experts 48 would have covered the loss" in stream.error for stream in last)
-        until(lambda: not running.hub.is_running(), "the hub did not leave")
+        until(lambda: not running.supervisor.is_running(), "the supervisor did not leave")
 
 
 def test_two_killed_at_once_while_experts_move(
@@ -124,7 +124,7 @@ def check_counts(running: Struck, folder: Path) -> None:
         assert 0.0 < state["balancedness"]["current"] <= 1.0
 
 
-def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
+def test_stopped_rank_with_mtp_drafts(tmp_path: Path) -> None:
     """The one rank that is left has all experts in the end, those of MTP layers, too."""
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "agreeing", SEED, num_mtp_layers=1)
     streams = draw(SEED, 6, LONG, [0, 1])
@@ -142,7 +142,7 @@ def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
         assert sum(sum(state["speculation"]["accepted"]) for state in states) > 0
         assert ended(running.ranks[0]), "it must not come back"
 
-        running.hub.suspend()  # nobody goes on without a watch: of requests one after the other, some soon fails
+        running.supervisor.suspend()  # ranks stop without the supervisor: consecutive requests soon fail
         errors: list[str] = []
 
         def fails() -> bool:
@@ -151,6 +151,6 @@ def test_one_that_stopped_with_drafts_of_mtp_layers(tmp_path: Path) -> None:
             errors.append(stream.error)
             return bool(stream.error)
 
-        until(fails, "the ranks go on without a hub")
-        assert f"the hub of all ranks (pid {running.hub.pid}) silent for" in errors[-1]
-        running.hub.kill()
+        until(fails, "the ranks go on without a supervisor")
+        assert f"the rank supervisor (pid {running.supervisor.pid}) silent for" in errors[-1]
+        running.supervisor.kill()

@@ -211,7 +211,7 @@ def make_requests(num_prompts: int, num_tokens: int, seed: int) -> list[Wanted]:
 
 
 async def serve(engine: Engine, requests: list[Wanted]) -> dict[str, Answer]:
-    """Serves them all at once, but for those that come late."""
+    """Serves them all concurrently, the late ones afterwards."""
     async with asyncio.timeout(SERVE_SECONDS):
         answers: list[Answer] = []
         for late in (False, True):

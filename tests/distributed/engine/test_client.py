@@ -1,4 +1,4 @@
-"""The front end's client over several schedulers: who gets what, and what is left when a replica dies."""
+"""The front end's client over several schedulers: routing, and the loss of replicas and groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.server.fake_engine import INFO
 
 
 class FakeCore:
-    """A core of `groups` schedulers that the test plays: it reads what they were sent and says what they answer."""
+    """A core of `groups` schedulers played by the test: reads their messages and sends their replies."""
 
     def __init__(self, folder: Path, name: str, groups: int) -> None:
         self.name = name
@@ -29,7 +29,7 @@ class FakeCore:
         self.from_core: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self.from_core.bind(f"ipc://{folder}/{name}-from")
         self.to_core_addresses = [f"ipc://{folder}/{name}-{group}" for group in range(groups)]
-        self.boards = [SharedStatus(folder / f"{name}-board-{group}", create=True) for group in range(groups)]
+        self.statuses = [SharedStatus(folder / f"{name}-status-{group}", create=True) for group in range(groups)]
         self.dead: str | None = None
         self.stopped: float | None = None
         self._groups: dict[str, int] = {}
@@ -39,7 +39,7 @@ class FakeCore:
         self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._outbox.connect(f"ipc://{folder}/{name}-from")
 
-    # -- what the client uses
+    # -- used by the client
 
     def on_death(self, listener: Callable[[str], None], loop: Any) -> None:
         self._listener = listener
@@ -55,7 +55,7 @@ class FakeCore:
     def stop(self, grace: float) -> None:
         self.stopped = grace
 
-    # -- what the test does
+    # -- used by the test
 
     async def got(self, group: int) -> messages.ToCore:
         while not self._inboxes[group].poll(0):
@@ -110,7 +110,7 @@ def ask(client: CoreClient, *args: Any, **options: Any) -> asyncio.Task[list[int
     return asyncio.create_task(tokens())
 
 
-def test_requests_go_to_the_least_loaded_and_answers_come_back(tmp_path: Path) -> None:
+def test_requests_are_routed_to_the_least_loaded_scheduler(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 1) as (client, (first, second)):
             long = ask(client, "long", 100)
@@ -131,7 +131,7 @@ def test_requests_go_to_the_least_loaded_and_answers_come_back(tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_request_that_names_its_scheduler_gets_it(tmp_path: Path) -> None:
+def test_request_with_a_dp_rank_is_routed_to_it(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 2) as (client, (_, second)):
             task = ask(client, "there", 3, lane=3)
@@ -147,7 +147,7 @@ def test_a_request_that_names_its_scheduler_gets_it(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_dead_replica_takes_only_its_own_requests(tmp_path: Path) -> None:
+def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 1, method="round_robin") as (client, (first, second)):
             tasks = [ask(client, f"r{i}") for i in range(3)]
@@ -190,7 +190,7 @@ def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
                 asked = await core.got(group)
                 assert asked.method == "flush_cache" and asked.args == {"now": True}
                 core.send(messages.Reply(id=asked.id, value=value))
-            assert await call == [1, 2, 3]  # by scheduler, whoever was first
+            assert await call == [1, 2, 3]  # by scheduler, in any order of arrival
             tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
             for core, group in ((first, 0), (first, 1), (second, 0)):
                 await core.got(group)
@@ -206,7 +206,7 @@ def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_answers_count_though_another_scheduler_dies_meanwhile(tmp_path: Path) -> None:
+def test_replies_count_if_another_scheduler_dies(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
             call = asyncio.create_task(client.call_each("expert_take"))
@@ -222,11 +222,11 @@ def test_answers_count_though_another_scheduler_dies_meanwhile(tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_call_to_one_that_died_since_it_was_chosen_is_not_waited_for(tmp_path: Path) -> None:
+def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
             call = asyncio.create_task(client.call_each("expert_take"))
-            await asyncio.sleep(0)  # it knows whom to ask, and has asked nobody
+            await asyncio.sleep(0)  # it has chosen a scheduler and not called it yet
             second.die("core1 was killed by SIGKILL")
             first.send(messages.Reply(id=(await first.got(0)).id, value={"parts": []}))
             answer, error = await call
@@ -238,7 +238,7 @@ def test_a_call_to_one_that_died_since_it_was_chosen_is_not_waited_for(tmp_path:
 KILLED = "DP0 TP0 (pid 7) was killed by SIGKILL"
 
 
-def test_recording_starts_though_the_one_that_was_to_tell_the_others_is_lost(tmp_path: Path) -> None:
+def test_recording_starts_if_the_forwarding_scheduler_is_lost(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             start = asyncio.create_task(ExpertRecords(client).start())
@@ -258,7 +258,7 @@ def test_recording_starts_though_the_one_that_was_to_tell_the_others_is_lost(tmp
     asyncio.run(run())
 
 
-def test_a_dump_is_of_those_that_are_left_and_names_what_went_meanwhile(tmp_path: Path) -> None:
+def test_dump_covers_survivors_and_names_losses(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             dump = asyncio.create_task(ExpertRecords(client).dump())
@@ -272,12 +272,12 @@ def test_a_dump_is_of_those_that_are_left_and_names_what_went_meanwhile(tmp_path
             core.send(messages.Reply(id=write.id, value={"paths": ["of-rank-1.pt"]}))
             done = await dump
             assert done.paths == ["of-rank-1.pt"]
-            assert done.lost == [f"{KILLED}: what others had told it for this dump, if they had", KILLED]
+            assert done.lost == [f"{KILLED}: any records that other ranks had sent it for this dump", KILLED]
 
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_aborts_where_its_request_is(tmp_path: Path) -> None:
+def test_disconnect_aborts_at_the_requests_scheduler(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             tasks = [ask(client, f"r{i}") for i in range(2)]
@@ -291,13 +291,13 @@ def test_a_client_that_leaves_aborts_where_its_request_is(tmp_path: Path) -> Non
     asyncio.run(run())
 
 
-def test_health_is_of_all_together(tmp_path: Path) -> None:
+def test_health_is_aggregated(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 1) as (client, (first, second)):
-            first.boards[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
-            first.boards[1].write(ready=1, num_running=3, num_used_tokens=5)
+            first.statuses[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
+            first.statuses[1].write(ready=1, num_running=3, num_used_tokens=5)
             assert not client.health().ready
-            second.boards[0].write(ready=1, num_waiting=4)
+            second.statuses[0].write(ready=1, num_waiting=4)
             health = client.health()
             assert health.ready and health.alive and health.dead is None
             assert (health.num_running, health.num_waiting, health.num_used_tokens) == (5, 5, 35)
@@ -305,10 +305,10 @@ def test_health_is_of_all_together(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_only_a_stalled_replica_is_ended(tmp_path: Path) -> None:
+def test_only_a_stalled_replica_is_killed(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
-            first.boards[0].write(num_running=1)
+            first.statuses[0].write(num_running=1)
             client.stop_stalled(lambda health: "no step for 300 s" if health.num_running else None)
             assert first.dead == "core0 was killed: no step for 300 s" and second.dead is None
             await client.shutdown()

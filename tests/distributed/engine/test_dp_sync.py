@@ -1,4 +1,4 @@
-"""Schedulers agree on each step: everybody's facts, in order, for the right step; nobody is left waiting or behind."""
+"""Step sync of schedulers: all groups' facts, in order, for the right step; no scheduler blocks or falls behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.core.dp_sync import GONE, DPSync, PrefillTurns, StepExchange
+from moe_engine.core.dp_sync import LOST, DPSync, PrefillTurns, StepExchange
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import Speculation, StepFacts, StepPlan
@@ -38,7 +38,7 @@ def meshes(tmp_path: Path) -> Iterator[Callable[[int], list[StepExchange]]]:
 
 
 def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepExchange]]) -> None:
-    """Each at its own pace: whoever is early waits, and what came early is kept for its step."""
+    """Each at its own pace: an early scheduler waits, and early messages are kept for their step."""
     count, steps = 4, 60
     seen: list[list[tuple[StepFacts, ...]]] = [[] for _ in range(count)]
 
@@ -60,7 +60,7 @@ def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepExchan
         assert [facts.prefills for facts in everybody] == [False, True, True, True]
 
 
-def test_a_message_of_a_later_step_waits_for_its_turn(meshes: Callable[[int], list[StepExchange]]) -> None:
+def test_message_of_a_later_step_is_kept(meshes: Callable[[int], list[StepExchange]]) -> None:
     first, second, third = meshes(3)
     second.send(1, StepFacts(num_tokens=21))
     second.send(2, StepFacts(num_tokens=22))
@@ -75,7 +75,7 @@ def test_a_message_of_a_later_step_waits_for_its_turn(meshes: Callable[[int], li
     assert [facts.num_tokens for facts in first.gather(2, lambda: None)] == [12, 22, 32]
 
 
-def test_who_rests_hears_that_a_step_begins(meshes: Callable[[int], list[StepExchange]]) -> None:
+def test_idle_scheduler_is_woken_by_a_step(meshes: Callable[[int], list[StepExchange]]) -> None:
     busy, idle = (DPSync(mesh, lambda: None) for mesh in meshes(2))
     assert not idle.is_due() and not busy.is_due()
     facts = StepFacts(num_tokens=5, num_logits=1, prefills=True)
@@ -100,7 +100,7 @@ def test_facts_travel_whole(meshes: Callable[[int], list[StepExchange]]) -> None
     assert first.gather(1, lambda: None) == (StepFacts(), facts)
 
 
-def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[StepExchange]]) -> None:
+def test_groups_exit_when_all_are_idle(meshes: Callable[[int], list[StepExchange]]) -> None:
     steps = [DPSync(mesh, lambda: None) for mesh in meshes(2)]
     leaves = [[False, True, True], [False, False, True]]  # by group and step
     left: list[list[bool]] = [[], []]
@@ -115,7 +115,7 @@ def test_they_leave_when_nobody_has_anything_left(meshes: Callable[[int], list[S
     assert left == [[False, False, True]] * 2
 
 
-def test_who_waits_notices_a_lost_rank(meshes: Callable[[int], list[StepExchange]]) -> None:
+def test_waiting_scheduler_detects_a_lost_rank(meshes: Callable[[int], list[StepExchange]]) -> None:
     with pytest.raises(EngineDeadError, match="a rank is lost"):
         DPSync(meshes(2)[0], lost).sync_step(StepPlan(1), StepFacts())
 
@@ -123,7 +123,7 @@ def test_who_waits_notices_a_lost_rank(meshes: Callable[[int], list[StepExchange
 def test_turns_of_prompts() -> None:
     running, waiting = StepFacts(num_running=3), StepFacts(num_running=3, num_waiting=1)
     turns = PrefillTurns(patience=3)
-    assert turns.open  # at the beginning nobody decodes
+    assert turns.open  # at the beginning no group decodes
     held = []
     for _ in range(4):
         turns.after((running, running, waiting))
@@ -134,9 +134,9 @@ def test_turns_of_prompts() -> None:
     turns.after((running, waiting, waiting))
     assert turns.open  # enough have some
     turns.after((running, running, running))
-    assert not turns.open  # there is nothing to let in while they decode
+    assert not turns.open  # no prompts wait while they decode
     turns.after((StepFacts(), StepFacts(num_waiting=2), StepFacts()))
-    assert turns.open  # nobody decodes
+    assert turns.open  # no group decodes
 
 
 def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], list[StepExchange]]) -> None:
@@ -153,7 +153,7 @@ def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], l
     assert steps.sync_step(StepPlan(1), StepFacts(num_tokens=11)).dp_facts == (
         StepFacts(num_tokens=11),
         StepFacts(num_tokens=21),
-        GONE,
+        LOST,
     )
 
 
@@ -187,8 +187,8 @@ def test_facts_of_a_plan() -> None:
     assert (facts.num_logits, facts.num_drafting, facts.depth) == (3 + 1 + 1, 1, 2)
 
 
-def test_a_board_shown_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clocks of machines differ: what travels are ages, and what was never set stays unset."""
+def test_a_status_from_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks of machines differ: ages are sent, and unset fields stay unset."""
     here, there = (SharedStatus(tmp_path / name, create=True) for name in ("here", "there"))
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     here.write(ready=1, step=12, step_end=998.5, busy_since=990.0, last_turn=999.0, num_running=4, token_usage=0.25)

@@ -1,4 +1,4 @@
-"""Ranks of a real server are killed or stopped: who is named how soon, what each request gets, what is left."""
+"""Ranks of a real server are killed or stopped: which rank is named how soon, each request's result, leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.e2e.server_process import ServerProcess
 GROUPS = ("--tp", "2", "--attn-dp-size", "2")
 REPLICAS = ("--dp", "2", "--watchdog-timeout", "4")
 PATIENCE = 60.0
-"""Seconds, far above what anything here takes; what it took is printed."""
+"""Time limit in seconds, far above the real durations, which are printed."""
 LONG, LONG_PROMPT = 1500, 1500
 
 
@@ -92,7 +92,7 @@ def ranks_of(server: ServerProcess) -> list[psutil.Process]:
 def is_rank(process: psutil.Process) -> bool:
     try:
         return any("core_main" in part or "rank_main" in part for part in process.cmdline())
-    except psutil.Error:  # one of those that look at the machine and end at once
+    except psutil.Error:  # a short-lived process that probes the machine
         return False
 
 
@@ -162,7 +162,7 @@ def check_gone(server: ServerProcess, ranks: list[psutil.Process]) -> None:
     print(f"  the server exited with 1; no process was left {seconds:.2f} s later")
 
 
-def test_a_group_killed_in_decode_ends_all(tmp_path: Path) -> None:
+def test_group_killed_in_decode_stops_all(tmp_path: Path) -> None:
     with serving(tmp_path, *GROUPS) as (server, ranks):
         asked = decoding(server)
         strike(ranks[1], signal.SIGKILL, asked, "of DP1 TP1 in decode")
@@ -170,7 +170,7 @@ def test_a_group_killed_in_decode_ends_all(tmp_path: Path) -> None:
         check_gone(server, ranks)
 
 
-def test_a_group_stopped_in_prefill_ends_all(tmp_path: Path) -> None:
+def test_group_stopped_in_prefill_stops_all(tmp_path: Path) -> None:
     with serving(tmp_path, *GROUPS) as (server, ranks):
         asked = prefilling(server, (0, 1))
         hit = strike(ranks[1], signal.SIGSTOP, asked, "of DP1 TP1 in prefill")
@@ -178,7 +178,7 @@ def test_a_group_stopped_in_prefill_ends_all(tmp_path: Path) -> None:
         check_gone(server, ranks)
 
 
-def test_replicas_go_on_without_a_lost_one(tmp_path: Path) -> None:
+def test_replicas_continue_without_a_lost_one(tmp_path: Path) -> None:
     with serving(tmp_path, *REPLICAS) as (server, ranks):
         asked = decoding(server, again=(1,))
         strike(ranks[1], signal.SIGSTOP, asked[2:], "of replica DP1 in decode")
@@ -211,7 +211,7 @@ def test_a_rank_lost_while_starting(tmp_path: Path, flags: tuple[str, ...], how:
     try:
         until(lambda: len(ranks_of(server)) == 2, server)
         ranks = ranks_of(server)
-        until(lambda: "torch_cpu" in Path(f"/proc/{ranks[1].pid}/maps").read_text(), server)  # it has said hello
+        until(lambda: "torch_cpu" in Path(f"/proc/{ranks[1].pid}/maps").read_text(), server)  # it has sent Hello
         assert "READY" not in server.log
         ranks[1].send_signal(how)
         expected = words.format(pid=ranks[1].pid)

@@ -1,4 +1,4 @@
-"""A server on two nodes, both on this machine: what it listens at, who is admitted, where its secret does not show."""
+"""A server on two nodes of this machine: listening sockets, admitted peers, places where its secret must not appear."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FLAGS = (
     *QUICK,
 )
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\3\0"
-"""ZMTP's signature and version: the other end then says its mechanism."""
+"""ZMTP's signature and version: the peer replies with its mechanism."""
 
 
 def documented() -> dict[str, str]:
@@ -141,7 +141,7 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
     }
     for key, expected in names.items():
         assert len(by_role.pop(key)) == len(expected), (key, expected)
-    # what is left are torch's: the store and gloo's groups
+    # the remaining ones are torch's: the store and gloo's groups
     assert {role for role, _ in by_role} <= {"core_main", "rank_main"}
     table = documented()
     assert {name for expected in names.values() for name in expected} | {"store", "gloo"} <= set(table)
@@ -156,9 +156,7 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
         assert secret not in told and secret not in lines and secret not in logs
 
 
-def test_a_node_with_another_secret_ends_with_a_message_and_node_0_logs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_with_another_secret_fails_and_node_0_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"{HOST}:{free_port()}"
     logs = [tmp_path / f"node{rank}.log" for rank in range(2)]
     nodes: list[subprocess.Popen[bytes]] = []

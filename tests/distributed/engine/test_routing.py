@@ -20,7 +20,7 @@ def test_equals_take_turns(method: str) -> None:
     assert choices(Router(4, method), 4, (1, 3)) == [1, 3, 1, 3]
 
 
-def test_methods_weigh_what_they_say() -> None:
+def test_methods_use_their_metric() -> None:
     loads = [Load(3, 10), Load(1, 500), Load(2, 10)]
     found = {}
     for method in ("auto", "round_robin", "total_requests", "total_tokens"):

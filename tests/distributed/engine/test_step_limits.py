@@ -80,7 +80,7 @@ ALONE: dict[Path, list[list[int]]] = {}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_step_brings_more_than_its_parts_hold(folder: Path, form: str) -> None:
+def test_no_step_exceeds_its_limits(folder: Path, form: str) -> None:
     name = {"trees wider than their verification": "mtp1", "several MTP layers": "mtp3"}.get(form, "plain")
     path = folder / name
     if path not in ALONE:

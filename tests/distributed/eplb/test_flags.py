@@ -1,4 +1,4 @@
-"""Flags about experts: what they become, and what is refused with the way out."""
+"""Expert flags: their resolution, and refusals with the fix."""
 
 from __future__ import annotations
 

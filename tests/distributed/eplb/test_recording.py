@@ -68,7 +68,7 @@ def run(worker: Worker, steps: list[StepPlan]) -> list[list[list[int]]]:
 
 
 def spy_on_routers(worker: Worker, seen: Choices) -> None:
-    """Notes what each layer's router says in its own call, apart from what a recorder is told."""
+    """Records each layer's router output itself, independently of the recorder."""
     worker.runner.model._stack = None  # type: ignore[attr-defined]
     layers = moe_layers(worker.runner.model)
     first = min(layers)

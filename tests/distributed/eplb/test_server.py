@@ -1,4 +1,4 @@
-"""The endpoints: SGLang's answers, who may call them, and what they say where nothing can be recorded."""
+"""Expert-recording endpoints: SGLang's responses, keys, and errors with recording off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = {**VIEW, "counts": [[0, 0], [1, 1]], "pass": 5, "balancedness": {}}
 
 
 class RecordingClient(FakeClient):
-    """Two schedulers that answer calls about experts as they are told to."""
+    """Two schedulers with scripted replies to expert calls."""
 
     def __init__(self, **answers: Any) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ def test_sglangs_answers(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", SAYS)
-def test_where_nothing_can_be_recorded(verb: str) -> None:
+def test_recording_off(verb: str) -> None:
     client = RecordingClient(**{f"expert_{'take' if verb == 'dump' else verb}": [OFF]})
     response = post(client, f"/{verb}_expert_distribution_record", b"")
     assert response.status_code == 400
     assert "--expert-distribution-recorder-mode stat" in response.json()["error"]["message"]
 
 
-def test_a_dump_that_cannot_be_written_is_the_servers_trouble() -> None:
+def test_unwritable_dump_is_a_server_error() -> None:
     client = RecordingClient(expert_write=[{"error": "/there/x.pt: cannot be written (No space left on device)"}])
     response = post(client, "/dump_expert_distribution_record", b"")
     assert response.status_code == 500 and "No space left" in response.json()["error"]["message"]
@@ -100,7 +100,7 @@ def part(number: int) -> dict[str, Any]:
     return {"rank": 0, "pass_ids": [number], "counts": b""}
 
 
-def test_a_core_that_dies_between_take_and_write_loses_nothing() -> None:
+def test_core_death_between_take_and_write_loses_no_counts() -> None:
     """Its parts are here already, and another writes them."""
 
     class Dying(RecordingClient):
@@ -117,7 +117,7 @@ def test_a_core_that_dies_between_take_and_write_loses_nothing() -> None:
     assert client.arguments["parts"] == [part(7), part(7)]
 
 
-def test_a_dump_that_nobody_is_left_to_write_says_so() -> None:
+def test_dump_without_a_live_core_fails() -> None:
     class Dead(RecordingClient):
         async def call_one(self, method: str, **args: Any) -> Any:
             raise EngineDeadError(DEAD)
@@ -125,11 +125,11 @@ def test_a_dump_that_nobody_is_left_to_write_says_so() -> None:
     (response,) = dumps(Dead(), 1)
     assert response.status_code == 503
     assert response.json()["error"]["message"].endswith(
-        f"{DEAD}; the dump was not written, and what was recorded is lost"
+        f"{DEAD}; the dump was not written, and the recorded counts are lost"
     )
 
 
-def test_what_could_not_be_written_is_in_the_next_dump_until_recording_begins_anew() -> None:
+def test_unwritten_counts_are_in_the_next_dump_until_a_restart() -> None:
     client = RecordingClient(expert_take=[{"parts": [part(4)]}], expert_write=[{"error": "no room"}])
     assert [response.status_code for response in dumps(client, 2)] == [500, 500]
     assert client.arguments["parts"] == [part(4), part(4)]
@@ -142,7 +142,7 @@ def test_what_could_not_be_written_is_in_the_next_dump_until_recording_begins_an
     assert client.arguments["parts"] == [part(4)]
 
 
-def test_a_dump_says_what_it_lacks_once() -> None:
+def test_dump_reports_each_loss_once() -> None:
     """A replica died before it answered, another's ranks changed while they did."""
 
     class Losing(RecordingClient):

@@ -128,7 +128,7 @@ def test_a_plan_that_is_worse_than_trivial_is_explained():
     gain = eplb_gain(np.array([[[9, 0, 9, 0]], [[0, 9, 0, 9]], [[3, 3, 3, 3]]]), even)
     worse, better = replace(gain, trivial=0.9, planned=0.8, slowest=1.065), replace(gain, trivial=0.5, planned=0.9)
     captions = [terminal.gain_table(gains).caption for gains in ([replace(better, slowest=0.7)], [better, worse])]
-    assert "judged pass by pass" not in captions[0] and "judged pass by pass" in captions[1]
+    assert "evaluated pass by pass" not in captions[0] and "evaluated pass by pass" in captions[1]
 
 
 def test_the_report_in_the_terminal(tmp_path, capsys):
@@ -150,7 +150,7 @@ def test_heat_map_marks_the_hot_experts():
     total[1, 12] = 1000
     lines = terminal.heat_map(total, width=18).plain.splitlines()
     assert lines[0] == "    1  " + " " * 4 + "█" + " " * 5  # ten characters of three experts
-    assert lines[1].startswith("layer  3 experts a character")
+    assert lines[1].startswith("layer  3 experts per character")
 
 
 def test_pictures_and_plans_are_written(tmp_path, capsys):
@@ -200,7 +200,7 @@ def test_mistakes_name_the_file_and_the_fix(tmp_path, capsys):
         ([str(tmp_path / "short.pt")], "short.pt: not a file of torch.save that holds tensors, or cut short"),
         ([empty], "nothing was recorded; record with /start_expert_distribution_record"),
         ([save(tmp_path, "list.pt", [1])], "list.pt: holds neither logical_count nor records"),
-        ([save(tmp_path, "flat.pt", {"logical_count": torch.ones(4)})], "flat.pt: logical_count: needed is a table"),
+        ([save(tmp_path, "flat.pt", {"logical_count": torch.ones(4)})], "flat.pt: logical_count: must be a table"),
         ([stat, other], "other.pt has 2 layers x 4 experts"),
         ([stat, per_pass], "cannot be joined"),
         ([per_pass, per_pass], "pass 0 of rank 0 is in"),

@@ -1,4 +1,4 @@
-"""A core with ranks, its requests and what became of them, as a drill needs it."""
+"""A core with ranks, its requests and their results, for fault tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ import psutil
 from moe_engine.config.args import EngineArgs
 from moe_engine.core import messages
 from moe_engine.errors import EngineDeadError
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.start import engine_info
 from moe_engine.planning.prepare import prepare
 from moe_engine.sampling_checks import parse_sampling
 
-LIMITS = WatchLimits(silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4)
+LIMITS = DetectorLimits(
+    silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4
+)
 """Late after a fixed time, however long steps take on this machine."""
 PATIENCE = 60.0
-"""Seconds, for what a slow machine takes long for: far above what it takes."""
+"""Time limit in seconds, far above the real durations even on a slow machine."""
 
 
 def options(size: int, make_worker: Callable[..., Any], **changes: Any) -> RankGroupOptions:
@@ -34,7 +36,7 @@ def options(size: int, make_worker: Callable[..., Any], **changes: Any) -> RankG
 
 
 def config_of(checkpoint: Path) -> Any:
-    """Torch's kernels: quick to load, and nothing is compiled first."""
+    """Torch's kernels: they load quickly and need no compilation."""
     backends = {f"{family}_backend": "torch" for family in ("attention", "moe_runner", "linear", "ops", "sampling")}
     return prepare(EngineArgs.from_kwargs(model_path=str(checkpoint), max_total_tokens=4096, **backends))
 

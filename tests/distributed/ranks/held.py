@@ -20,7 +20,7 @@ HOLD_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Hold:
-    """Rank `rank` stands still for a minute in the `occurrence`-th load, prefill or decode, and says so in `flag`."""
+    """Rank `rank` blocks for a minute in the `occurrence`-th load, prefill or decode, and writes `flag` first."""
 
     rank: int
     phase: str
@@ -30,7 +30,7 @@ class Hold:
 
 @dataclass
 class Meeting:
-    """A model whose forward starts with a collective; holds where it is told."""
+    """A model whose forward starts with a collective; blocks at the configured place."""
 
     model: Any
     group: Any

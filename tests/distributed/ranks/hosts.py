@@ -45,7 +45,7 @@ class Parted:
 
 
 class TwoHosts:
-    """Hosts 0 and 1 see each other at `ADDRESSES`, and nobody else; files and processes are the machine's."""
+    """Hosts 0 and 1 reach only each other, at `ADDRESSES`; files and processes are the machine's."""
 
     def __init__(self, holders: list[subprocess.Popen[bytes]]) -> None:
         self._holders = holders
@@ -87,7 +87,7 @@ class TwoHosts:
         return Parted(struck, flag.read_text(), report, log.read_text())
 
     def _pull_cable(self) -> None:
-        """Of host 1, at the switch: neither host is told anything."""
+        """Pulls host 1's cable at the switch: neither host is notified."""
         self._run(self._holders[2].pid, "ip", "link", "set", "v1", "down")
 
     def _run(self, pid: int, *command: str) -> None:
@@ -98,13 +98,13 @@ class TwoHosts:
 def two_hosts() -> Iterator[TwoHosts]:
     holders = []
     try:
-        for _ in range(3):  # each says when it is in its namespace
+        for _ in range(3):  # each reports that it is in its namespace
             hold = ["unshare", "--net", "sh", "-c", "echo there; exec sleep 300"]
             holder = subprocess.Popen(hold, stdout=subprocess.PIPE)
             holders.append(holder)
             assert holder.stdout is not None and holder.stdout.readline()
         yield TwoHosts(holders)
     finally:
-        for holder in holders:  # a namespace goes with its last process
+        for holder in holders:  # a namespace ends with its last process
             holder.kill()
             holder.wait()

@@ -1,4 +1,4 @@
-"""Where rank 0 listens and what it calls itself: also on a machine whose own name means 127.0.1.1 to itself."""
+"""Bind address and own address of rank 0, including machines whose own name resolves to 127.0.1.1."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_keys_follow_from_the_secret_alone() -> None:
     assert "one" not in repr(JobKeys(b"one" * 8))
 
 
-def test_requests_are_heard_from_who_knows_the_secret(sockets: list[zmq.Socket[bytes]], tmp_path: Path) -> None:
+def test_requests_need_the_secret(sockets: list[zmq.Socket[bytes]], tmp_path: Path) -> None:
     port = ZmqTransport(ANY, f"ipc://{tmp_path}/from", keys=KEYS)
     for keys in others():
         stranger(zmq.PUSH, port.address, keys, sockets).send(core_messages.encode(core_messages.Shutdown()))
@@ -86,7 +86,7 @@ def test_a_socket_with_an_address_on_the_node_and_one_for_others(
         assert found == {b"on the node", b"of the job"}
 
 
-def test_steps_and_plans_cross_with_the_secret_alone(sockets: list[zmq.Socket[bytes]]) -> None:
+def test_steps_and_plans_need_the_secret(sockets: list[zmq.Socket[bytes]]) -> None:
     first, second = (StepExchange(group, 2, ANY, KEYS) for group in range(2))
     for mesh in (first, second):
         mesh.connect([first.address, second.address])
@@ -109,7 +109,7 @@ def test_steps_and_plans_cross_with_the_secret_alone(sockets: list[zmq.Socket[by
         closing.close()
 
 
-def test_the_control_channel_admits_who_knows_the_secret(sockets: list[zmq.Socket[bytes]]) -> None:
+def test_control_channel_needs_the_secret(sockets: list[zmq.Socket[bytes]]) -> None:
     options = RankGroupOptions(2, lambda: None, num_nodes=2, leader_address="127.0.0.1:1", limits=LIMITS, keys=KEYS)
     group = Group(ANY, options)
     for keys in others():
@@ -153,7 +153,7 @@ def test_no_socket_is_bound_or_connected_elsewhere() -> None:
     assert not found, "\n".join(found)
 
 
-def test_a_node_that_is_refused_gives_up_with_the_flag(sockets: list[zmq.Socket[bytes]]) -> None:
+def test_refused_node_exits_and_names_the_flag(sockets: list[zmq.Socket[bytes]]) -> None:
     from dataclasses import replace
 
     from moe_engine.cluster.heartbeat_client import HeartbeatClient

@@ -62,7 +62,7 @@ def test_plans_arrive_whole_and_in_order_at_every_follower(sender: PlanSender) -
     for plan in plans:
         sender.send(plan)
     sender.stop()
-    for receiver in receivers:  # nobody reads before all is sent
+    for receiver in receivers:  # no one reads before everything is sent
         for expected in plans:
             message = receiver.receive(5.0)
             assert isinstance(message, Step) and message.plan == expected
@@ -70,22 +70,22 @@ def test_plans_arrive_whole_and_in_order_at_every_follower(sender: PlanSender) -
         assert receiver.receive(0.01) is None
 
 
-def test_a_lost_plan_is_noticed(sender: PlanSender) -> None:
+def test_lost_plan_is_detected(sender: PlanSender) -> None:
     receiver = PlanReceiver(sender.address, "rank1")
     assert sender.wait_subscribed(["rank1"], 5.0)
     sender.send(StepPlan(1))
     assert receiver.receive(5.0) is not None
     sender.sequence += 1  # one that a broken connection swallowed
     sender.send(StepPlan(3))
-    with pytest.raises(EngineDeadError, match=r"plan was lost .* 3 of the channel came where 2 was due"):
+    with pytest.raises(EngineDeadError, match=r"plan was lost .* received step 3 of the channel, expected 2"):
         receiver.receive(5.0)
 
 
-class Watch:
+class Detector:
     """Followers that the test moves on by hand."""
 
     def __init__(self) -> None:
-        self.verdict: RankLost | None = None
+        self.failure: RankLost | None = None
         self.survivors = Survivors((True,))
         self.done = 0
         self.failures: list[tuple[int, str, bool]] = []
@@ -99,15 +99,15 @@ class Watch:
 
     def stepped(self, seconds: float) -> None: ...
 
-    def on_verdict(self, listener: object) -> None:
+    def on_failure(self, listener: object) -> None:
         self.listener = listener
 
     def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
         self.regroup = listener
 
     def lose(self) -> None:
-        self.verdict = RankLost("TP1 is lost")
-        self.listener(self.verdict)  # type: ignore[operator]
+        self.failure = RankLost("TP1 is lost")
+        self.listener(self.failure)  # type: ignore[operator]
 
 
 class LocalWorker:
@@ -128,8 +128,8 @@ class LocalWorker:
 
 
 def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:
-    watch, local = Watch(), LocalWorker()
-    worker = LeaderWorker(local, sender, watch, Progress())
+    detector, local = Detector(), LocalWorker()
+    worker = LeaderWorker(local, sender, detector, Progress())
     thread = threading.Thread(target=lambda: [worker.execute(StepPlan(i)) for i in range(MAX_AHEAD + 10)])
     thread.start()
     for allowed in (MAX_AHEAD, MAX_AHEAD + 4):
@@ -138,18 +138,18 @@ def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:
             time.sleep(0.001)
         time.sleep(0.02)
         assert local.plans == list(range(allowed))
-        watch.done += 4
-    watch.done = MAX_AHEAD
+        detector.done += 4
+    detector.done = MAX_AHEAD
     thread.join(5)
     assert local.plans == list(range(MAX_AHEAD + 10))
 
 
-def test_a_verdict_ends_steps_that_hang(sender: PlanSender) -> None:
-    watch, local = Watch(), LocalWorker(answers=False)
-    worker = LeaderWorker(local, sender, watch, Progress())
+def test_failure_ends_hanging_steps(sender: PlanSender) -> None:
+    detector, local = Detector(), LocalWorker(answers=False)
+    worker = LeaderWorker(local, sender, detector, Progress())
     hanging = worker.execute(StepPlan(1))
     worker.check()
-    watch.lose()
+    detector.lose()
     with pytest.raises(RankLost, match="TP1 is lost"):
         hanging.result(0)
     with pytest.raises(RankLost):
@@ -159,33 +159,33 @@ def test_a_verdict_ends_steps_that_hang(sender: PlanSender) -> None:
     assert local.plans == [1]
 
 
-def test_a_failed_step_waits_for_the_verdict(sender: PlanSender) -> None:
+def test_failed_step_waits_for_the_detector(sender: PlanSender) -> None:
     """So does the step planned behind it, which was not run: it is no failure of this rank."""
-    watch, local, steps = Watch(), LocalWorker(), [Future[StepResult](), Future[StepResult]()]
+    detector, local, steps = Detector(), LocalWorker(), [Future[StepResult](), Future[StepResult]()]
     local.execute = lambda plan: steps[plan.number - 5]  # type: ignore[method-assign]
-    worker = LeaderWorker(local, sender, watch, Progress())
+    worker = LeaderWorker(local, sender, detector, Progress())
     futures = [worker.execute(StepPlan(5)), worker.execute(StepPlan(6))]
     try:
         raise StepError("step 5") from PeerLost("all_gather failed")
     except StepError as error:
         steps[0].set_exception(error)
     steps[1].set_exception(StepNotRun("step 6"))
-    assert watch.failures == [(0, "step 5", True), (0, "step 6", True)]
+    assert detector.failures == [(0, "step 5", True), (0, "step 6", True)]
     assert not any(future.done() for future in futures)
-    watch.lose()
+    detector.lose()
     for future in futures:
         with pytest.raises(RankLost):
             future.result(0)
 
 
-def test_who_cannot_go_on_without_a_lost_rank_says_which(sender: PlanSender) -> None:
-    watch, formed = Watch(), Future[Any]()
+def test_failed_regroup_names_the_lost_rank(sender: PlanSender) -> None:
+    detector, formed = Detector(), Future[Any]()
     formed.set_exception(CheckpointError("/models/m: holds no *.safetensors file"))
     regroups = Mock(go_on=lambda survivors: formed)
-    worker = LeaderWorker(LocalWorker(), sender, watch, Progress(), regroups=regroups)
-    watch.survivors = Survivors((True, False), ("TP1 (pid 7) was killed by SIGKILL",))
+    worker = LeaderWorker(LocalWorker(), sender, detector, Progress(), regroups=regroups)
+    detector.survivors = Survivors((True, False), ("TP1 (pid 7) was killed by SIGKILL",))
     with pytest.raises(RankLost):
-        worker.regroup(lambda: watch.lose() if watch.failures else None)
-    ((_, message, peer_lost),) = watch.failures
+        worker.regroup(lambda: detector.lose() if detector.failures else None)
+    ((_, message, peer_lost),) = detector.failures
     assert message.startswith("/models/m: holds no *.safetensors file; ") and not peer_lost
     assert "TP1 (pid 7) was killed by SIGKILL" in message

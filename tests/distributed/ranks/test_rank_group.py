@@ -101,7 +101,7 @@ def test_follower_killed_in_prefill_is_named(checkpoint: Path, tmp_path: Path, c
     """On the others, too. In decode: tests/distributed/engine/test_faults.py."""
     report = asyncio.run(hold_and(checkpoint, Hold(1, "prefill", tmp_path / "flag"), signal.SIGKILL, 1, size=3))
     report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL (last sign: ")  # may be older than the step
-    assert f"DP0 TP2] This rank leaves: DP0 TP1 (pid {report.pid}) was killed" in told(capfd)
+    assert f"DP0 TP2] This rank exits: DP0 TP1 (pid {report.pid}) was killed" in told(capfd)
 
 
 def test_follower_stopped_in_decode_is_named_though_collectives_still_wait(
@@ -113,12 +113,12 @@ def test_follower_stopped_in_decode_is_named_though_collectives_still_wait(
     assert f"DP0 TP1 (pid {report.pid}) is late: " in told(capfd)  # its last sign may be older than the step
 
 
-def test_followers_leave_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -> None:
+def test_followers_exit_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -> None:
     report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGKILL, 0))
     assert report.gone and "was killed by SIGKILL" in report.cause
 
 
-def test_followers_leave_a_stopped_leader(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
+def test_followers_exit_after_a_stopped_leader(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
     async def run() -> tuple[int, bool]:
         hold = Hold(1, "decode", tmp_path / "flag", 3)
         async with drill(checkpoint, options(2, partial(meeting_worker, hold=hold))) as running:
@@ -131,10 +131,10 @@ def test_followers_leave_a_stopped_leader(checkpoint: Path, tmp_path: Path, capf
             return leader.pid, await running.all_gone()
 
     pid, gone = asyncio.run(run())
-    assert gone and f"DP0 TP1] This rank leaves: DP0 TP0 (pid {pid}) silent for" in told(capfd)
+    assert gone and f"DP0 TP1] This rank exits: DP0 TP0 (pid {pid}) silent for" in told(capfd)
 
 
-def test_error_while_loading_is_that_ranks(checkpoint: Path) -> None:
+def test_error_while_loading_names_its_rank(checkpoint: Path) -> None:
     core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, broken_worker))
     leader = psutil.Process(core.pid)
     began = time.monotonic()
@@ -145,7 +145,7 @@ def test_error_while_loading_is_that_ranks(checkpoint: Path) -> None:
 
 
 def loading(checkpoint: Path, flag: Path, capfd: Any) -> tuple[drills.CoreProcess, psutil.Process]:
-    """A core that waits for rank 1, which holds still while it loads, and has said so."""
+    """A core that waits for rank 1, which blocks while loading and has reported that."""
     hold = Hold(1, "load", flag)
     core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, partial(meeting_worker, hold=hold)))
     said = ""
@@ -223,6 +223,6 @@ def test_killed_rank_of_another_node_is_named_with_its_host(checkpoint: Path, tm
         report = asyncio.run(run())
         report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL on {socket.gethostname()} (last sign: ")
         assert node.wait(PATIENCE) == 1
-        assert "Node 1 leaves: DP0 TP1" in told(capfd)
+        assert "Node 1 exits: DP0 TP1" in told(capfd)
     finally:
         node.kill()

@@ -1,4 +1,4 @@
-"""The watch over ranks, tick by tick: no processes, no clocks."""
+"""The failure detector over ranks, tick by tick: no processes, no clocks."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import pytest
 
 from moe_engine.cluster.failure_detector import TICK_SECONDS, FailureDetector
 from moe_engine.core.executor import RankLost
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
 
-LIMITS = WatchLimits(silent=3.0, start_late=5.0, start_silent=15.0, late=1.0, late_factor=3.0)
+LIMITS = DetectorLimits(silent=3.0, start_late=5.0, start_silent=15.0, late=1.0, late_factor=3.0)
 
 
 class Ranks:
-    """A watch over four ranks whose positions the test sets; rank 0 is where `positions[0]` says."""
+    """A failure detector over four ranks whose positions the test sets; rank 0's is `positions[0]`."""
 
     def __init__(self, size: int = 4, num_nodes: int = 1) -> None:
         address = "head:5000" if num_nodes > 1 else None
         options = RankGroupOptions(size, lambda: None, num_nodes=num_nodes, leader_address=address)
         self.positions = [Position()] * size
-        self.watch = FailureDetector(options.places, LIMITS, lambda: self.positions[0], ("head", 100))
+        self.detector = FailureDetector(options.places, LIMITS, lambda: self.positions[0], ("head", 100))
         for rank in range(1, size):
-            self.watch.joined(rank, f"host{rank}", 100 + rank)
-            self.watch.loaded(rank, {})
-        self.watch.loaded(0, {})
-        self.watch.arm()
+            self.detector.joined(rank, f"host{rank}", 100 + rank)
+            self.detector.loaded(rank, {})
+        self.detector.loaded(0, {})
+        self.detector.arm()
 
     def run(self, seconds: float, silent: tuple[int, ...] = (), tick: float = TICK_SECONDS) -> None:
         for _ in range(round(seconds / tick)):
             for rank in range(1, len(self.positions)):
                 if rank not in silent:
-                    self.watch.beat(rank, self.positions[rank])
-            self.watch.tick(tick)
+                    self.detector.beat(rank, self.positions[rank])
+            self.detector.tick(tick)
 
     @property
-    def verdict(self) -> str:
-        return str(self.watch.verdict or "")
+    def failure(self) -> str:
+        return str(self.detector.failure or "")
 
 
 @pytest.fixture
@@ -49,30 +49,30 @@ def ranks(caplog: pytest.LogCaptureFixture) -> Ranks:
 
 
 def loading(*running: int, caplog: pytest.LogCaptureFixture, seconds: float) -> tuple[FailureDetector, list[str]]:
-    """A watch over three ranks of which the last has not come, after `seconds` of signs of those that run."""
+    """A failure detector over three ranks, the last of which has not joined, after `seconds` of beats of the others."""
     places = RankGroupOptions(3, lambda: None).places
-    watch = FailureDetector(places, LIMITS, lambda: Position(phase="loading"), ("head", 100))
-    watch.joined(1, "head", 101)
-    watch.beat(1, Position(phase="importing"))
+    detector = FailureDetector(places, LIMITS, lambda: Position(phase="loading"), ("head", 100))
+    detector.joined(1, "head", 101)
+    detector.beat(1, Position(phase="importing"))
     for _ in range(round(seconds / TICK_SECONDS)):
         for rank in running:
-            watch.runs(rank)
-        watch.tick(TICK_SECONDS)
-    return watch, caplog.messages
+            detector.runs(rank)
+        detector.tick(TICK_SECONDS)
+    return detector, caplog.messages
 
 
-def test_a_start_names_who_is_silent_and_then_gives_up(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    watch, said = loading(caplog=caplog, seconds=14.8)
-    assert said == ["TP1 (pid 101) gives no sign for 5.1 s of the start (last sign: importing)"]
-    assert watch.verdict is None
+def test_startup_logs_silent_ranks_then_fails(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    detector, said = loading(caplog=caplog, seconds=14.8)
+    assert said == ["TP1 (pid 101) silent for 5.1 s during startup (last sign: importing)"]
+    assert detector.failure is None
     caplog.clear()
-    watch, said = loading(caplog=caplog, seconds=15.3)
-    assert len(said) == 1 and "TP1 (pid 101) silent for 15.1 s" in str(watch.verdict)
+    detector, said = loading(caplog=caplog, seconds=15.3)
+    assert len(said) == 1 and "TP1 (pid 101) silent for 15.1 s" in str(detector.failure)
 
 
-def test_a_start_has_patience_with_those_that_run(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    watch, said = loading(1, caplog=caplog, seconds=600.0)
-    assert not said and watch.verdict is None
+def test_startup_waits_for_live_ranks(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    detector, said = loading(1, caplog=caplog, seconds=600.0)
+    assert not said and detector.failure is None
 
 
 def in_step(step: int, operations: int, operation: str = "all_gather") -> Position:
@@ -87,17 +87,17 @@ def test_the_rank_that_others_wait_for_is_late_once(ranks: Ranks, caplog: pytest
     assert caplog.messages == ["TP3 (pid 103) is late: step 812, running the model, after all_gather, 1.1 s"]
     ranks.positions = [in_step(812, 42)] * 4
     ranks.run(0.5)
-    assert len(caplog.messages) == 1 and not ranks.verdict
+    assert len(caplog.messages) == 1 and not ranks.failure
 
 
-def test_a_plan_that_never_arrived_makes_late(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_without_the_plan_is_late(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks.positions = [in_step(7, 1), in_step(7, 1), Position(6, 0), in_step(7, 1)]
     ranks.run(1.5)
     assert [line.split(",")[0] for line in caplog.messages] == ["TP2 (pid 102) is late: idle"]
 
 
-def test_long_steps_have_patience(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    ranks.watch.stepped(2.0)
+def test_late_limit_scales_with_step_time(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.detector.stepped(2.0)
     ranks.positions = [in_step(3, 5), in_step(3, 4), in_step(3, 5), in_step(3, 5)]
     ranks.run(5.8)
     assert not caplog.messages
@@ -105,78 +105,80 @@ def test_long_steps_have_patience(ranks: Ranks, caplog: pytest.LogCaptureFixture
     assert caplog.messages[0].startswith("TP1 (pid 101) is late: step 3")
 
 
-def test_all_slow_together_blames_nobody(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_step_blames_no_rank(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks.positions = [in_step(3, 5)] * 4
     ranks.run(2.0)
     assert [line.split(",")[0] for line in caplog.messages] == ["Every rank is slow: step 3"]
 
 
-def test_rest_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_idle_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks.positions = [Position(9, 90)] * 4
     ranks.run(600.0)
     ranks.positions = [in_step(10, 91), in_step(10, 91), in_step(10, 90), in_step(10, 91)]
     ranks.run(0.5)
-    assert not caplog.messages and not ranks.verdict
+    assert not caplog.messages and not ranks.failure
 
 
-def test_silence_is_a_verdict_that_names_all_silent_ranks(ranks: Ranks) -> None:
+def test_silence_fails_the_group_and_names_all_silent_ranks(ranks: Ranks) -> None:
     heard: list[RankLost] = []
-    ranks.watch.on_verdict(heard.append)
+    ranks.detector.on_failure(heard.append)
     ranks.positions = [in_step(4, 2)] * 4
     ranks.run(1.0)
     ranks.run(2.7, silent=(1, 2))
-    assert not ranks.verdict
+    assert not ranks.failure
     ranks.run(0.5, silent=(1, 2))
-    assert ranks.verdict.startswith("TP1 (pid 101), TP2 (pid 102) silent for 3.") and "step 4" in ranks.verdict
-    assert [str(verdict) for verdict in heard] == [ranks.verdict]
+    assert ranks.failure.startswith("TP1 (pid 101), TP2 (pid 102) silent for 3.") and "step 4" in ranks.failure
+    assert [str(failure) for failure in heard] == [ranks.failure]
 
 
-def test_time_in_which_the_watch_itself_slept_is_not_silence(ranks: Ranks) -> None:
+def test_time_in_which_the_detector_was_suspended_is_not_silence(ranks: Ranks) -> None:
     for _ in range(5):
-        ranks.watch.tick(60.0)  # a machine that was suspended, five times
-    assert not ranks.verdict
+        ranks.detector.tick(60.0)  # a machine that was suspended, five times
+    assert not ranks.failure
 
 
-def test_the_echo_of_a_death_waits_for_the_death(ranks: Ranks) -> None:
-    ranks.watch.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
+def test_peer_lost_error_waits_for_the_dead_rank(ranks: Ranks) -> None:
+    ranks.detector.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
     ranks.run(1.0)
-    ranks.watch.died(3, "TP3 (pid 103) was killed by SIGKILL")
-    ranks.watch.failed(1, "all_gather failed", peer_lost=True)
+    ranks.detector.died(3, "TP3 (pid 103) was killed by SIGKILL")
+    ranks.detector.failed(1, "all_gather failed", peer_lost=True)
     ranks.run(10.0)
-    assert ranks.verdict.startswith("TP3 (pid 103) was killed by SIGKILL")
+    assert ranks.failure.startswith("TP3 (pid 103) was killed by SIGKILL")
 
 
-def test_after_an_echo_a_short_silence_is_enough(ranks: Ranks) -> None:
-    ranks.watch.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
-    ranks.run(1.0, silent=(3,))  # its whole node went, and nobody is left there to say so
-    assert ranks.verdict.startswith("TP3 (pid 103) silent for 0.9 s")
+def test_short_silence_suffices_after_a_peer_lost_error(ranks: Ranks) -> None:
+    ranks.detector.failed(2, "all_gather failed: Connection closed by peer", peer_lost=True)
+    ranks.run(1.0, silent=(3,))  # its whole node died, so no process there reports it
+    assert ranks.failure.startswith("TP3 (pid 103) silent for 0.9 s")
 
 
 def test_a_collective_that_timed_out_blames_the_rank_behind(ranks: Ranks) -> None:
     ranks.positions = [in_step(4, 9), in_step(4, 8), in_step(4, 9), in_step(4, 9)]
-    ranks.watch.failed(2, "all_gather timed out", peer_lost=True)
+    ranks.detector.failed(2, "all_gather timed out", peer_lost=True)
     ranks.run(5.0)
-    assert ranks.verdict.startswith("TP1 (pid 101) did not come along: step 4") and "all_gather" in ranks.verdict
+    assert (
+        ranks.failure.startswith("TP1 (pid 101) never entered the collective: step 4") and "all_gather" in ranks.failure
+    )
 
 
-def test_an_error_of_its_own_is_the_ranks(ranks: Ranks) -> None:
-    ranks.watch.failed(2, "ValueError: no such slot", config_error=False)
-    ranks.watch.died(2, "TP2 (pid 102) exited with code 1")
-    assert ranks.verdict == "TP2 (pid 102) failed: ValueError: no such slot"
+def test_own_error_names_the_rank(ranks: Ranks) -> None:
+    ranks.detector.failed(2, "ValueError: no such slot", config_error=False)
+    ranks.detector.died(2, "TP2 (pid 102) exited with code 1")
+    assert ranks.failure == "TP2 (pid 102) failed: ValueError: no such slot"
 
 
-def test_ends_that_were_asked_for_are_no_loss(ranks: Ranks) -> None:
-    ranks.watch.end()
-    ranks.watch.died(1, "TP1 (pid 101) exited with code 0")
+def test_exits_during_shutdown_are_no_loss(ranks: Ranks) -> None:
+    ranks.detector.end()
+    ranks.detector.died(1, "TP1 (pid 101) exited with code 0")
     ranks.run(10.0, silent=(1, 2, 3))
-    assert not ranks.verdict
+    assert not ranks.failure
 
 
 def test_ranks_with_other_kernels_may_not_start(ranks: Ranks) -> None:
-    ranks.watch.loaded(0, {"ops": "cpu"})
-    assert "TP1 (pid 101) chose the kernels {}, rank 0 {'ops': 'cpu'}" in ranks.verdict and ranks.watch.config_error
+    ranks.detector.loaded(0, {"ops": "cpu"})
+    assert "TP1 (pid 101) chose the kernels {}, rank 0 {'ops': 'cpu'}" in ranks.failure and ranks.detector.config_error
 
 
-def test_names_tell_the_host_where_there_are_several_nodes() -> None:
-    watch = Ranks(num_nodes=2).watch
-    assert [watch.describe(rank) for rank in (0, 3)] == ["TP0 (pid 100 on head)", "TP3 (pid 103 on host3)"]
+def test_names_contain_the_host_with_several_nodes() -> None:
+    detector = Ranks(num_nodes=2).detector
+    assert [detector.describe(rank) for rank in (0, 3)] == ["TP0 (pid 100 on head)", "TP3 (pid 103 on host3)"]

@@ -1,4 +1,4 @@
-"""Frames of strangers, of other versions and of bugs end no receive loop: the group lives, and real work goes on.
+"""Foreign, outdated and malformed frames end no receive loop: the group survives and work continues.
 
 MOE_ENGINE_TEST_FRAMES frames go to each kind of socket (600 unless set; 20000 make 10^5 in all).
 """
@@ -28,7 +28,7 @@ from moe_engine.core.dp_sync import DPSync, StepExchange, StepFactsMessage
 from moe_engine.core.executor import Survivors
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.executor import messages
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Step
 from moe_engine.executor.progress import Position
 from moe_engine.types import StepFacts, StepPlan
@@ -36,7 +36,7 @@ from tests.distributed.ranks.strays import Strays, encode
 
 NUM_FRAMES = int(os.environ.get("MOE_ENGINE_TEST_FRAMES", "600"))
 SECONDS = 60.0
-LIMITS = WatchLimits(silent=30.0, start_silent=30.0)
+LIMITS = DetectorLimits(silent=30.0, start_silent=30.0)
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
@@ -62,15 +62,15 @@ class Group:
         self.options = options or RankGroupOptions(
             2, lambda: None, num_nodes=2, leader_address="127.0.0.1:1", limits=LIMITS
         )
-        self.watch = FailureDetector(self.options.places, LIMITS, Position, ("here", 1))
-        self.boards: list[tuple[int, list[float]]] = []
-        self.control = ControlServer(address, self.options, self.watch, lambda *shown: self.boards.append(shown))
+        self.detector = FailureDetector(self.options.places, LIMITS, Position, ("here", 1))
+        self.statuses: list[tuple[int, list[float]]] = []
+        self.control = ControlServer(address, self.options, self.detector, lambda *shown: self.statuses.append(shown))
         self.left: list[str] = []
         self.link = self._link(1)
         self.link.send(messages.Loaded(1, {}))
-        self.watch.loaded(0, {})
+        self.detector.loaded(0, {})
         until(lambda: self.link.go.done(), "the rank is not ready")
-        self.watch.arm()
+        self.detector.arm()
 
     def _link(self, rank: int) -> HeartbeatClient:
         def run(method: str) -> Future[Any]:
@@ -88,8 +88,8 @@ class Group:
     def check(self) -> None:
         """It lives, and a call reaches the rank and comes back."""
         assert self.control.call_all("view").result(SECONDS) == ["view"]
-        assert self.watch.verdict is None and not self.watch.ending and self.left == []
-        assert {"rank control", "rank link"} <= {thread.name for thread in threading.enumerate()}
+        assert self.detector.failure is None and not self.detector.ending and self.left == []
+        assert {"rank control", "heartbeat"} <= {thread.name for thread in threading.enumerate()}
 
     def close(self) -> None:
         self.link.close()
@@ -138,7 +138,7 @@ WRONG: list[Any] = [
 @pytest.mark.parametrize(
     "message", WRONG, ids=lambda message: f"{type(message).__name__}{getattr(message, 'rank', '')}"
 )
-def test_the_control_channel_survives_what_no_member_says(
+def test_control_channel_drops_messages_of_non_members(
     group: Group, message: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = stranger(zmq.DEALER, group.control.address)
@@ -152,7 +152,7 @@ def test_the_control_channel_survives_what_no_member_says(
     sender.close(0)
 
 
-def test_a_process_that_comes_second_is_sent_away_with_the_reason(group: Group) -> None:
+def test_second_process_of_a_rank_is_refused_with_the_reason(group: Group) -> None:
     for hello, reason in (
         (messages.Hello(1, "there", 9), "rank 1 has joined already"),
         (messages.Hello(99, "there", 9), "there is no rank 99"),
@@ -167,22 +167,22 @@ def test_a_process_that_comes_second_is_sent_away_with_the_reason(group: Group) 
     group.check()
 
 
-def test_a_thread_of_the_control_channel_that_fails_is_a_verdict(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts: list[str] = []
-    group.watch.on_verdict(lambda verdict: verdicts.append(str(verdict)))
-    monkeypatch.setattr(group.watch, "tick", lambda elapsed: 1 / 0)
-    until(lambda: verdicts, "the end of the thread was not noticed")
-    assert verdicts == ['the thread "rank control" failed: ZeroDivisionError: division by zero']
+def test_failed_control_thread_fails_the_group(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[str] = []
+    group.detector.on_failure(lambda failure: failures.append(str(failure)))
+    monkeypatch.setattr(group.detector, "tick", lambda elapsed: 1 / 0)
+    until(lambda: failures, "the end of the thread was not noticed")
+    assert failures == ['the thread "rank control" failed: ZeroDivisionError: division by zero']
 
 
-def test_a_link_that_fails_ends_its_process(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group.link, "_sign", lambda: 1 / 0)
+def test_failed_heartbeat_thread_exits_the_process(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group.link, "_make_beat", lambda: 1 / 0)
     until(lambda: group.left, "the end of the thread was not noticed")
-    assert group.left[0].startswith('the thread "rank link" failed: ZeroDivisionError')
+    assert group.left[0].startswith('the thread "heartbeat" failed: ZeroDivisionError')
 
 
 class FakeLeader:
-    """The other end of a link, which says what the test wants."""
+    """The leader's side of a heartbeat client; sends what the test specifies."""
 
     def __init__(self, address: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -227,7 +227,7 @@ def leader(tmp_path: Path) -> Iterator[FakeLeader]:
     made.close()
 
 
-def test_a_link_survives_what_no_leader_says(leader: FakeLeader) -> None:
+def test_heartbeat_client_drops_invalid_messages(leader: FakeLeader) -> None:
     for frames in (
         [b"garbage"],
         [b""],
@@ -243,7 +243,7 @@ def test_a_link_survives_what_no_leader_says(leader: FakeLeader) -> None:
     assert (answer.rank, answer.value, answer.error) == (1, "seen", "") and leader.left == []
 
 
-def test_a_link_survives_random_frames(leader: FakeLeader) -> None:
+def test_heartbeat_client_survives_random_frames(leader: FakeLeader) -> None:
     def is_real(frame: bytes) -> bool:
         try:
             found = messages.decode_to_rank(frame)
@@ -288,7 +288,7 @@ def test_the_control_channel_survives_random_frames(group: Group) -> None:
         sender.close(0)
 
 
-def test_bytes_that_are_not_zmtp_end_nothing() -> None:
+def test_non_zmtp_bytes_are_harmless() -> None:
     options = RankGroupOptions(2, lambda: None, num_nodes=2, leader_address="127.0.0.1:1", limits=LIMITS)
     running = Group("tcp://127.0.0.1:*", options)
     host, _, port = running.control.address.removeprefix("tcp://").rpartition(":")
@@ -337,7 +337,7 @@ def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMe
     sender.close(0)
 
 
-def test_a_part_that_comes_twice_counts_once(tmp_path: Path) -> None:
+def test_duplicate_step_facts_count_once(tmp_path: Path) -> None:
     first, second = meshes(tmp_path)
     second.send(1, StepFacts(num_tokens=2))
     until(lambda: first.begun(1), "it has not arrived")
@@ -351,7 +351,7 @@ def test_a_part_that_comes_twice_counts_once(tmp_path: Path) -> None:
     sender.close(0)
 
 
-def test_steps_are_agreed_on_among_random_frames(tmp_path: Path) -> None:
+def test_step_sync_survives_random_frames(tmp_path: Path) -> None:
     def of_group_1(frame: bytes) -> bool:  # a forgery: only a secret keeps it out
         try:
             return msgspec.msgpack.decode(frame, type=StepFactsMessage).group == 1
@@ -408,7 +408,7 @@ def test_plans_arrive_among_random_subscriptions(tmp_path: Path) -> None:
 
 
 def test_a_follower_survives_random_plans(tmp_path: Path) -> None:
-    """Its socket hears the leader alone; frames of another version must not end it either."""
+    """Its socket receives only from the leader; frames of another version must not end it either."""
     leader: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
     leader.setsockopt(zmq.SNDHWM, 0)
     leader.bind(f"ipc://{tmp_path}/plans")

@@ -41,7 +41,7 @@ CASES = [
     (NODES, "0", "nohost.invalid:20000", "unknown host"),
     (NODES, "0", "a..b:20000", "unknown host"),
     (NODES, "0", "192.0.2.1:20000", "not an address of this host"),
-    (NODES, "0", "[::1]:20000", "an IPv6 address does not serve"),
+    (NODES, "0", "[::1]:20000", "IPv6 addresses are not supported"),
     (NODES, "0", "127.0.0.1:TAKEN", "the port is in use"),
     (NODES, "0", "127.0.0.1:70000", "must be HOST:PORT"),
     (NODES, "0", "127.0.0.1", "must be HOST:PORT"),
@@ -57,7 +57,7 @@ CASES = [
 
 
 def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What the launch printed as its error; there is nothing of it left."""
+    """The launch's error output; no process of it is left."""
     port = () if "--port" in flags else ("--port", "0")
     before = psutil.Process().children()  # of other tests
     assert cli.main(["serve", "--max-total-tokens", "2048", *port, *flags]) == cli.USAGE_ERROR
@@ -99,10 +99,10 @@ def test_a_node_rank_that_slurm_contradicts(
 
 
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"], ids=["without", "secret"])
-def test_node_0_ends_with_the_sentence_of_the_other_node(
+def test_node_0_exits_with_the_other_nodes_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], secret: str
 ) -> None:
-    """To node 0 itself nothing is wrong: it would wait for the other one until --dist-timeout."""
+    """Node 0 has no error of its own: it would wait for the other node until --dist-timeout."""
     if secret:
         monkeypatch.setenv("MOE_ENGINE_DIST_SECRET", secret)
     flags = [*NODES, "--max-total-tokens", "2048", "--node-rank", "0", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
