@@ -42,7 +42,7 @@ def test_mistakes_exit_with_2_and_one_message(capsys, model_dir):
         (["sevre"], "did you mean serve"),
         (["--port", "3"], "name a command first"),
         (["serve", "--tp", "3"], "attention heads cannot be shared evenly by 3 ranks"),
-        (["serve", "--pp", "4"], "--pp-size 4: not available yet"),
+        (["serve", "--pp", "4"], "--pp-size 4: not supported yet"),
         (["serve", "--page-sise", "4"], "--page-size"),
         (["plan", "--model-path", "/no/such"], "no such folder"),
         (["plan", "--model-path", str(model_dir())], "no *.safetensors"),

@@ -44,5 +44,5 @@ def test_what_cannot_be_compiled_is_refused_with_both_names(resolved, flags, wor
 
 
 def test_flags_of_nothing_are_remarked(resolved):
-    assert any("--torch-compile-max-bs does nothing" in note for note in resolved(torch_compile_max_bs=8).notes)
+    assert any("--torch-compile-max-bs has no effect" in note for note in resolved(torch_compile_max_bs=8).notes)
     assert not EngineArgs.from_kwargs().backends.enable_torch_compile

@@ -76,7 +76,7 @@ def test_flags_of_all_nodes_are_compared_without_the_secret(monkeypatch: pytest.
 def test_remarks(file: Path) -> None:
     one_node = prepare(EngineArgs.from_kwargs(dist_secret_file=str(file)))
     assert one_node.parallel.secret is None
-    assert any("--dist-secret-file: nothing to do" in note for note in one_node.notes)
+    assert any("--dist-secret-file: no effect" in note for note in one_node.notes)
     assert not any(
         "chmod" in note for note in prepare(EngineArgs.from_kwargs(**NODES, dist_secret_file=str(file))).notes
     )

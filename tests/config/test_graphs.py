@@ -91,7 +91,7 @@ def test_steps_that_verify_drafts(on_gpu) -> None:
 def test_a_cpu_records_nothing_and_says_so_only_when_asked(resolved) -> None:
     assert not resolved().graphs.sizes and not resolved().notes
     assert resolved(disable_cuda_graph=True).notes == (
-        "--disable-cuda-graph: nothing to do (a CPU has no launches to save)",
+        "--disable-cuda-graph: no effect (a CPU has no kernel launches to save)",
     )
     assert any("--cuda-graph-max-bs-decode" in note for note in resolved(cuda_graph_max_bs=8).notes)
 

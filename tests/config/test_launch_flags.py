@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import fields_of
-from moe_engine.config.unsupported_flags import LATER
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.core.setup import core_info
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import kernel_flags
@@ -166,7 +166,7 @@ def test_every_flag_of_sglang_is_shown(resolved):
     dump = shown(resolved())
     fields = {info.name for part in PARTS.values() for info in fields_of(part)}
     fields |= {"cuda_graph_max_bs", "cuda_graph_bs", "stream_output"}  # names that SGLang has changed
-    assert fields | set(LATER) | set(DROPPED) | set(SATISFIED) | set(FACTS) - {"speculation"} == set(dump)
+    assert fields | set(UNSUPPORTED_FLAGS) | set(DROPPED) | set(SATISFIED) | set(FACTS) - {"speculation"} == set(dump)
     assert SERVER_ARGS.keys() - dump.keys() == set()
     true = {
         "is_embedding": False, "disaggregation_mode": "null", "grammar_backend": "none", "use_mla_backend": True,
@@ -212,13 +212,13 @@ def test_sglangs_own_dump_is_accepted(resolved):
     """ServerArgs of SGLang with nothing asked for, which holds every flag."""
     config = resolved(V3, on=machine(2000, 2048), **{k: v for k, v in SERVER_ARGS.items() if k not in MACHINE})
     assert config.page_size == 1 and config.speculation is None
-    (note,) = (note for note in config.notes if note.startswith("nothing to do"))
+    (note,) = (note for note in config.notes if note.startswith("no effect"))
     assert "--lora-backend triton" in note and "LoRA adapters" in note
 
 
-@pytest.mark.parametrize("name", sorted(set(LATER) | set(DROPPED)))
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED_FLAGS) | set(DROPPED)))
 def test_defaults_of_absent_flags_are_accepted(name):
-    default = (LATER | DROPPED)[name].default
+    default = (UNSUPPORTED_FLAGS | DROPPED)[name].default
     for value in (default, str(default) if default is not None else None, None):
         assert not EngineArgs.from_kwargs(**{name: value}).given
 

@@ -74,7 +74,7 @@ def test_every_rank_has_a_gpu(models, flags: dict[str, Any], needed: int) -> Non
         resolve_parallel(args, models["eight"], "cuda", None, Record(), num_devices=needed - 1)
 
 
-# -- flags with nothing to do
+# -- flags without effect
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_who_sums_through_shared_memory(models, flags: dict[str, Any], device: s
         assert not record.remarks
     else:
         (note,) = record.remarks
-        assert note.startswith("--disable-custom-all-reduce: nothing to do (") and why in note
+        assert note.startswith("--disable-custom-all-reduce: no effect (") and why in note
 
 
 # -- what resolves
@@ -193,7 +193,7 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
      ["--moe-a2a-backend all_to_all", "--ep-size must be --tp-size 4, not 2", "--moe-a2a-backend none"]),
     ("small", {"tp": 4, "ep": 2, "enable_ep_moe": True}, ["--enable-ep-moe", "--tp-size", "--ep-size says 2"]),
     ("small", {"tp": 4, "dp": 2, "attn_dp_size": 4, "enable_dp_attention": True},
-     ["--enable-dp-attention", "--dp-size 2", "--attn-dp-size says 4"]),
+     ["--enable-dp-attention", "--dp-size 2", "contradicts --attn-dp-size 4"]),
     ("small", {"tp": 2, "enable_deepep_moe": True, "moe_a2a_backend": "allgather"},
      ["--enable-deepep-moe", "--moe-a2a-backend allgather", "drop one"]),
     ("small", {"tp": 2, "moe_a2a_backend": "deepep"}, ["--moe-a2a-backend deepep", "the device is cpu"]),
@@ -271,7 +271,7 @@ def test_values_out_of_range(resolved, name, value) -> None:
 
 
 def test_other_dispatchers_come_later() -> None:
-    with pytest.raises(NotAvailableYet, match="--moe-a2a-backend mooncake: not available yet"):
+    with pytest.raises(NotAvailableYet, match="--moe-a2a-backend mooncake: not supported yet"):
         EngineArgs.from_kwargs(moe_a2a_backend="mooncake")
     assert EngineArgs.from_kwargs(load_balance_method="shortest_queue").parallel.load_balance_method == "total_requests"
     assert EngineArgs.from_kwargs().parallel == ParallelArgs()

@@ -115,7 +115,7 @@ def test_gpu_chunk_by_memory(resolved):
 
 def test_v3_on_a_large_machine(resolved):
     config = resolved(V3, on=machine(1800, 2048))
-    assert config.dtype == "bfloat16" and reasons(config)["quantization"] == "config.json says so"
+    assert config.dtype == "bfloat16" and reasons(config)["quantization"] == "from config.json"
     assert config.context_len == 163840
     assert "would fit" in reasons(config)["max_total_tokens"]
 
@@ -172,7 +172,7 @@ def test_quantising_while_loading_is_later(resolved):
 
 
 def test_remarks_on_flags_without_effect(resolved):
-    assert "--log-requests-level does nothing without --log-requests" in resolved(log_requests_level=1).notes
+    assert "--log-requests-level has no effect without --log-requests" in resolved(log_requests_level=1).notes
     assert any("--api-key" in note for note in resolved(host="0.0.0.0").notes)
     assert not resolved(host="0.0.0.0", api_key="k").notes
     assert resolved(disable_cuda_graph=True).notes

@@ -1,4 +1,4 @@
-"""Flags drawn at random: what is accepted never makes a step that is larger than what its parts were made for.
+"""Flags drawn at random: accepted flags never lead to a step above the limits.
 
 The parts are the dispatcher's modes, recorded steps and the memory ledger; the steps are those that a scheduler plans
 under random loads, and the forwards that a worker makes of them: halves, drafting, following.
@@ -204,7 +204,7 @@ def test_no_plan_is_larger_than_its_parts(
     [
         ({"chunked_prefill_size": 300}, 24, ["--chunked-prefill-size 300", "chunks of 48"]),
         ({"chunked_prefill_size": -1}, 24, ["--chunked-prefill-size -1", "--context-length"]),
-        ({"max_running_requests": 60}, 24, ["--max-running-requests", "let 48 of them run"]),
+        ({"max_running_requests": 60}, 24, ["--max-running-requests", "run at most 48 of them"]),
         ({"page_size": 64}, 24, ["--page-size 64", "no chunk could fill a page"]),
         ({"speculative_algorithm": "NGRAM"}, 1, ["of up to 5 tokens (drafts)"]),
     ],
@@ -216,7 +216,7 @@ def test_what_low_latency_cannot_carry_is_refused(
     common["max_dispatch_tokens_per_rank"] = capacity
     with pytest.raises(ConfigError) as caught:
         resolved(folders[1], common | asked, on_gpu=False)
-    for text in (*named, "--deepep-mode low_latency carries", "--max-dispatch-tokens-per-rank"):
+    for text in (*named, "--deepep-mode low_latency holds", "--max-dispatch-tokens-per-rank"):
         assert text in str(caught.value)
 
 
