@@ -33,9 +33,7 @@ _DROPPED = (
     DroppedFlag("ds_heavy_channel_type", "qk", _NO_SPARSITY),
     DroppedFlag("ds_sparse_decode_threshold", 4096, _NO_SPARSITY),
     DroppedFlag("torchao_config", "", "leave it out: weights are quantised in the checkpoint (--quantization)"),
-    DroppedFlag(
-        "enable_nan_detection", SWITCH, "leave it out: a request with NaN logits always ends with status 500"
-    ),
+    DroppedFlag("enable_nan_detection", SWITCH, "leave it out: a request with NaN logits always ends with status 500"),
     DroppedFlag("file_storage_pth", "sglang_storage", "leave it out: there is no files API"),
     DroppedFlag("debug_tensor_dump_inject", SWITCH, "leave it out: no tensors are dumped"),
     DroppedFlag("num_continuous_decode_steps", 1, "leave it out: SGLang never read it either"),

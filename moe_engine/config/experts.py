@@ -32,8 +32,9 @@ class ExpertArgs:
         metavar="trivial|FILE|JSON",
     )
     enable_eplb: bool = flag(
-        False, "Expert-parallel load balancer: moves experts between ranks while serving, to balance the ranks' load. "
-        "Needs --ep-size above 1."
+        False,
+        "Expert-parallel load balancer: moves experts between ranks while serving, to balance the ranks' load. "
+        "Needs --ep-size above 1.",
     )
     eplb_algorithm: str = flag(
         "auto",
@@ -75,6 +76,4 @@ class ExpertArgs:
         "exchange of counts between the ranks in each pass.",
         choices=("off", "server_log", "prometheus", "both"),
     )
-    enable_expert_distribution_metrics: bool = flag(
-        False, "Older spelling of --expert-balancedness-report-mode both."
-    )
+    enable_expert_distribution_metrics: bool = flag(False, "Older spelling of --expert-balancedness-report-mode both.")

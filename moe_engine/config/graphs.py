@@ -20,8 +20,9 @@ def parse_sizes(text: str) -> str:
 class GraphArgs:
     disable_cuda_graph: bool = flag(False, "Run decode steps without CUDA graphs, kernel by kernel.")
     disable_cuda_graph_padding: bool = flag(
-        False, "Replay a CUDA graph only for steps of exactly its batch size; other steps run without a graph instead "
-        "of being padded."
+        False,
+        "Replay a CUDA graph only for steps of exactly its batch size; other steps run without a graph instead "
+        "of being padded.",
     )
     cuda_graph_max_bs_decode: int | None = flag(
         None,

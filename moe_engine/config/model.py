@@ -85,9 +85,7 @@ class ModelArgs:
         metavar="FILE",
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub model.", metavar="REV")
-    download_dir: str | None = flag(
-        None, "Download folder of hub models. Left out: the hub's cache.", metavar="DIR"
-    )
+    download_dir: str | None = flag(None, "Download folder of hub models. Left out: the hub's cache.", metavar="DIR")
     json_model_override_args: str = flag(
         "{}",
         "JSON object that replaces values of config.json, for instance '{\"max_position_embeddings\": 8192}'.",

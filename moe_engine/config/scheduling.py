@@ -27,9 +27,7 @@ class SchedulingArgs:
         "of max_new_tokens that is reserved on admission (0.7 at first).",
         metavar="FACTOR",
     )
-    enable_mixed_chunk: bool = flag(
-        False, "Mix decodes of running requests with a prefill chunk in one step."
-    )
+    enable_mixed_chunk: bool = flag(False, "Mix decodes of running requests with a prefill chunk in one step.")
     disable_overlap_schedule: bool = flag(
         False, "Schedule a step only after the previous one has finished. Slower; for debugging."
     )

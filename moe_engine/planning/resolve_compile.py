@@ -43,9 +43,7 @@ def resolve_compile(
     if parallel.topology.tp_size > 1:
         raise ConfigError(f"{FLAG} with --tp-size {parallel.topology.tp_size}: only layers of one rank are compiled")
     if model.quant is not None and device != "cpu":
-        raise ConfigError(
-            f"{FLAG} with {model.quant.method} weights: torch cannot trace their GEMM kernels; drop it"
-        )
+        raise ConfigError(f"{FLAG} with {model.quant.method} weights: torch cannot trace their GEMM kernels; drop it")
     for name in INSIDE:
         value = getattr(asked, name)
         if value not in ("auto", "torch"):
