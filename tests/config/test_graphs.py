@@ -53,7 +53,7 @@ def test_the_ledger_counts_them(on_gpu) -> None:
     with_graphs, without = on_gpu(), on_gpu(disable_cuda_graph=True)
     (row,) = (row for row in with_graphs.ledger.rows if row.name == "CUDA graphs")
     least = 256 * with_graphs.model.vocab_size * 4 + with_graphs.graphs.num_graphs * (1 << 20)
-    assert row.num_bytes > least and f"{with_graphs.graphs.num_graphs} recorded steps" in row.detail
+    assert row.num_bytes > least and f"{with_graphs.graphs.num_graphs} captured steps" in row.detail
     assert without.graphs == GraphSettings() and all(row.name != "CUDA graphs" for row in without.ledger.rows)
     assert without.max_total_num_tokens > with_graphs.max_total_num_tokens
 

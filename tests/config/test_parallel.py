@@ -81,7 +81,7 @@ def test_every_rank_has_a_gpu(models, flags: dict[str, Any], needed: int) -> Non
     ("flags", "device", "why"),
     [
         ({}, "cpu", "a model on one rank"),
-        ({"tp": 2}, "cuda", "GPUs sum by NCCL"),
+        ({"tp": 2}, "cuda", "GPUs use NCCL"),
         ({"dp": 2}, "cpu", "a model on one rank"),
         ({"tp": 2}, "cpu", None),
     ],
@@ -191,7 +191,7 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("small", {"tp": 2, "enable_dp_lm_head": True}, ["--enable-dp-lm-head", "--attn-dp-size above 1"]),
     ("small", {"tp": 4, "ep": 2, "moe_a2a_backend": "all_to_all"},
      ["--moe-a2a-backend all_to_all", "--ep-size must be --tp-size 4, not 2", "--moe-a2a-backend none"]),
-    ("small", {"tp": 4, "ep": 2, "enable_ep_moe": True}, ["--enable-ep-moe", "--tp-size", "--ep-size says 2"]),
+    ("small", {"tp": 4, "ep": 2, "enable_ep_moe": True}, ["--enable-ep-moe", "--tp-size", "contradicts --ep-size 2"]),
     ("small", {"tp": 4, "dp": 2, "attn_dp_size": 4, "enable_dp_attention": True},
      ["--enable-dp-attention", "--dp-size 2", "contradicts --attn-dp-size 4"]),
     ("small", {"tp": 2, "enable_deepep_moe": True, "moe_a2a_backend": "allgather"},

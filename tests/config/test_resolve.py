@@ -63,7 +63,7 @@ def test_fp8_cache_holds_more_tokens(resolved):
     assert 1.99 < bare.max_total_num_tokens / plain.max_total_num_tokens < 2.01
     assert plain.max_total_num_tokens < scaled.max_total_num_tokens < bare.max_total_num_tokens
     assert (scaled.kv_cache_dtype, bare.kv_cache_dtype) == FP8 and scaled.dtype == "bfloat16"
-    assert any("two bits" in note for note in bare.notes) and not any("fp8" in note for note in scaled.notes)
+    assert any("two mantissa bits" in note for note in bare.notes) and not any("fp8" in note for note in scaled.notes)
 
 
 def test_what_is_given_is_kept(resolved):
@@ -193,7 +193,7 @@ def test_embedded_model_knows_its_formats():
     assert ids_only.server.reasoning_parser is None
 
 
-def test_what_determinism_promises_is_said(model_dir):
+def test_limits_of_determinism_are_remarked(model_dir):
     def notes(**flags):
         flags = {"model_path": str(model_dir()), "load_format": "dummy", "enable_deterministic_inference": True} | flags
         return [note for note in prepare(EngineArgs.from_kwargs(**flags), machine()).notes if "deterministic" in note]
@@ -202,4 +202,4 @@ def test_what_determinism_promises_is_said(model_dir):
     assert "torch kernels for linear, experts" in notes(**torch_rows)[0]
     assert not notes(enable_deterministic_inference=False, **torch_rows)
     if cpu_device().compiler:
-        assert not notes(dtype="float32") and "promised in float32" in notes(dtype="bfloat16")[0]
+        assert not notes(dtype="float32") and "guaranteed in float32" in notes(dtype="bfloat16")[0]

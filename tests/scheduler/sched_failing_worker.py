@@ -181,8 +181,8 @@ class FailingSimulation(Simulation):
         except StepFailed as error:
             self.worker.discard()
             self.take(self.scheduler.step_failed(number, str(error)))
-            assert self.scheduler.memory.step > last, "a worker takes the next number for that of a step behind these"
-            self.worker.last_number = self.scheduler.memory.step  # type: ignore[attr-defined]
+            assert self.scheduler.kv_cache.step > last, "a worker takes the next number for that of a step behind these"
+            self.worker.last_number = self.scheduler.kv_cache.step  # type: ignore[attr-defined]
             assert self.scheduler.check_integrity() == []
             return
         self.take(self.scheduler.update(result))

@@ -258,11 +258,11 @@ class Simulation:
                 assert (outcome.tokens, outcome.reason) == (tokens, reason), outcome.request.rid
         scheduler = self.scheduler
         assert scheduler.is_idle() and scheduler.check_integrity() == []
-        memory = scheduler.memory
-        assert memory.slots.num_free + memory.tree.num_evictable == self.config.num_slots
-        assert memory.rows.num_free == self.config.max_rows
+        kv_cache = scheduler.kv_cache
+        assert kv_cache.slots.num_free + kv_cache.tree.num_evictable == self.config.num_slots
+        assert kv_cache.rows.num_free == self.config.max_rows
         assert scheduler.flush_cache()
-        assert memory.slots.num_free == self.config.num_slots and memory.tree.num_evictable == 0
+        assert kv_cache.slots.num_free == self.config.num_slots and kv_cache.tree.num_evictable == 0
 
 
 def make_request(
