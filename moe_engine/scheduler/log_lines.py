@@ -17,7 +17,7 @@ def prefill_line(facts: PlanFacts) -> str:
 def decode_line(
     facts: PlanFacts, gen_throughput: float, *, cuda_graph: bool = False, accept_len: float | None = None
 ) -> str:
-    """The line every `--decode-log-interval` decode iterations. `gen_throughput`: tokens a second since the last one."""
+    """The line every `--decode-log-interval` decode iterations. `gen_throughput`: tokens/s since the last one."""
     accepted = "" if accept_len is None else f"accept len: {accept_len:.2f}, "
     return (
         f"Decode batch. #running-req: {facts.num_decodes}, #token: {facts.num_used}, "

@@ -117,7 +117,7 @@ class RadixCache:
         return Match(node, pos)
 
     def match(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Node:
-        """Like `peek`, but splits the node in which the match ends, marks the path as used and returns its last node."""
+        """Like `peek`, but splits the node in which the match ends, marks the path as used, returns its last node."""
         found = self.peek(tokens, limit, extra_key, start)
         node = found.node if found.node is not None else self._root(extra_key)
         if found.partial is not None:

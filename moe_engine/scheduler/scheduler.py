@@ -407,7 +407,7 @@ class Scheduler:
         assert self.speculator is not None
         decodes = draft.sampled[: draft.num_decodes]
         requests = decodes + [job.entry.request for job in batch.jobs]
-        return self.speculator.follows(requests, ordinary=bool(decodes) and not draft.speculative)
+        return self.speculator.follows(requests, plain=bool(decodes) and not draft.speculative)
 
     # -- results
 

@@ -26,18 +26,18 @@ class Speculator:
         self._accepted = [0] * config.num_steps
         self._depth = 0
         self.decode_steps = 0
-        """Steps with drafts, summed over requests; `accepted_tokens` of these steps. For the log line's `accept len`."""
+        """Steps with drafts, summed over requests; `accepted_tokens` of these steps. For the log's `accept len`."""
         self.accepted_tokens = 0
 
-    def follows(self, requests: list[Request], *, ordinary: bool) -> bool:
+    def follows(self, requests: list[Request], *, plain: bool) -> bool:
         """Whether the drafter runs a draft extend in a step with these requests; without it they get no drafts later.
 
         Args:
-            ordinary: the decodes among them were planned without speculation.
+            plain: the decodes among them were planned without speculation.
         """
         if not self._needs_follow:
             return False
-        follow = not ordinary and self._policy.following and any(r.followed for r in requests)
+        follow = not plain and self._policy.following and any(r.followed for r in requests)
         if not follow:
             for request in requests:
                 request.followed = False

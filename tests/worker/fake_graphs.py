@@ -9,7 +9,7 @@ from moe_engine.kernels.attention.protocol import AttentionBatch
 
 
 class Replay:
-    """Implements `step_graphs.Recording`."""
+    """Implements `step_graphs.CapturedGraph`."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run

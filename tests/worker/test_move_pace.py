@@ -10,15 +10,15 @@ from moe_engine.worker.eplb.eplb_throttle import MAX_PASSES, MAX_SHARE, EPLBThro
 def pace(step: float, pause: float, way: float) -> EPLBThrottle:
     made = EPLBThrottle()
     for _ in range(5):
-        made.passed(step)
-        made.moved(pause, way)
+        made.add_pass(step)
+        made.add_move(pause, way)
     return made
 
 
 def test_every_pass_until_something_is_known() -> None:
     made = EPLBThrottle()
     assert made.passes_per_move == 1
-    made.passed(0.01)
+    made.add_pass(0.01)
     assert made.passes_per_move == 1
 
 
@@ -40,5 +40,5 @@ def test_passes_of_a_move(step: float, pause: float, way: float, passes: int) ->
 def test_a_pass_after_a_silence_says_nothing() -> None:
     made = pace(0.010, 0.001, 0.002)
     before = made.passes_per_move
-    made.passed(60.0)
+    made.add_pass(60.0)
     assert made.passes_per_move == before == 3

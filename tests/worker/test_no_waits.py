@@ -24,7 +24,7 @@ from moe_engine.types import (
     StepPlan,
 )
 from moe_engine.worker.batch.request_rows import RequestRows
-from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation.draft_batch import DraftBatches
@@ -86,7 +86,7 @@ def _worker(drafts: str = "", graphs: bool = False) -> Worker:
             config, drafter, rows, runner.builder, runner.sampler, pool, batches, stream
         )
     if graphs:
-        assert record_steps(runner, GraphSettings((1, 2, 4), (1, DEPTH + 1)), backend=FakeGraphs())
+        assert capture_graphs(runner, GraphSettings((1, 2, 4), (1, DEPTH + 1)), backend=FakeGraphs())
     return Worker(runner)
 
 

@@ -31,7 +31,7 @@ from moe_engine.types import (
 )
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.graphs.step_graphs import CaptureError, StepGraphs, StepShape
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
@@ -108,7 +108,7 @@ def test_replayed_steps_make_the_same_tokens(
     expected = engine.run(script)
     backend, attention = FakeGraphs(), ReplayableTorch(runner.attention)
     plain, runner.attention = runner.attention, attention
-    assert record_steps(runner, settings, backend=backend) == settings.num_graphs == len(backend.recordings)
+    assert capture_graphs(runner, settings, backend=backend) == settings.num_graphs == len(backend.recordings)
     attention.renewed.clear()
     execute, seen = runner.execute, _watched(engine)
     try:
@@ -166,7 +166,7 @@ def _runner(
     rows = RequestRows(8, 100, 64, stream)
     passes = LogitsPasses(rows_at_once)
     runner = ModelRunner(model, pool, rows, attention, stream, parallel=parallel, passes=passes)  # type: ignore[arg-type]
-    assert record_steps(runner, settings, backend=backend)
+    assert capture_graphs(runner, settings, backend=backend)
     model.batches.clear()
     model.heads.clear()
     return runner, model, backend
@@ -277,8 +277,8 @@ def test_passes_that_somebody_watches_are_not_replayed() -> None:
 
 def test_devices_and_backends_without_recordings_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
     runner = stub_runner(max_rows=4)
-    assert record_steps(runner, GraphSettings((1, 2))) == 0 and runner.graphs is None  # a CPU
-    assert record_steps(runner, GraphSettings((1, 2)), backend=FakeGraphs()) == 0 and runner.graphs is None
+    assert capture_graphs(runner, GraphSettings((1, 2))) == 0 and runner.graphs is None  # a CPU
+    assert capture_graphs(runner, GraphSettings((1, 2)), backend=FakeGraphs()) == 0 and runner.graphs is None
     assert "the stub attention backend cannot be replayed" in caplog.text
     assert not isinstance(runner.attention, Replayable)
 
@@ -290,8 +290,8 @@ def test_a_refused_capture_names_the_flag_that_helps() -> None:
 
     runner = stub_runner(max_rows=4)
     runner.attention = ReplayableTorch(runner.attention)  # type: ignore[assignment]
-    with pytest.raises(CaptureError, match=r"2 requests cannot be recorded.*--disable-cuda-graph"):
-        record_steps(runner, GraphSettings((1, 2)), backend=Refusing())  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"2 requests cannot be captured.*--disable-cuda-graph"):
+        capture_graphs(runner, GraphSettings((1, 2)), backend=Refusing())  # type: ignore[arg-type]
 
 
 def test_the_largest_recording_is_made_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,6 +304,6 @@ def test_the_largest_recording_is_made_first(capsys: pytest.CaptureFixture[str])
 
     order: list[int] = []
     runner, model, _ = _runner(GraphSettings((1,)))
-    assert record_steps(runner, GraphSettings((1, 3, 8), (1, 2)), progress=True, backend=Ordered()) == 6
+    assert capture_graphs(runner, GraphSettings((1, 3, 8), (1, 2)), progress=True, backend=Ordered()) == 6
     assert order == sorted(order, reverse=True) == [16, 8, 6, 3, 2, 1]
     assert "Capturing batches" in capsys.readouterr().err and isinstance(runner.graphs, StepGraphs)

@@ -183,7 +183,7 @@ def test_refused_rows_are_logged_with_the_reason(
     tables.OPS[1] = dataclasses.replace(tables.OPS[1], why_not=lambda device, need: "needs a compiler")  # all share it
     kernel_choice.build_backends(Device("cpu", "test"), Need("float32"), {"ops": "torch"})
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "linear, experts, attention, sampling: torch kernels serve, because cpu needs a compiler"
+    assert line == "linear, experts, attention, sampling: using torch kernels, because cpu needs a compiler"
 
 
 @pytest.mark.parametrize("asked", [{"experts": "cpu"}, {"experts": "nonsense"}])
