@@ -1,4 +1,4 @@
-"""The secret that nodes share: where it comes from, what is refused, and where it never shows."""
+"""The secret shared by nodes: its sources, refusals, and that it is never shown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         find_secret({}, str(tmp_path / "none"))
 
 
-def test_the_secret_shows_nowhere(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_secret_is_never_shown(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     for flags in ({}, {"dist_secret_file": str(file)}):
         config = prepare(EngineArgs.from_kwargs(**NODES, **flags))

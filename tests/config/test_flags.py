@@ -1,4 +1,4 @@
-"""Flags are derived from fields; old and new spellings, files, keywords and refusals read alike."""
+"""Flags are derived from fields; old and new spellings, files and keywords have the same checks and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cli(text: str) -> EngineArgs:
 
 
 @pytest.mark.parametrize("info", ALL_FIELDS, ids=lambda info: info.name)
-def test_every_field_teaches_and_has_a_flag(info):
+def test_every_field_has_help_and_a_flag(info):
     assert len(info.flag.help) > 20 and info.flag.help.rstrip().endswith((".", ")"))
     assert info.option in known_options(build_parser())
     allowed = info.flag.allowed()
@@ -38,7 +38,7 @@ def test_every_field_teaches_and_has_a_flag(info):
     assert not set(info.flag.unsupported) & {*(allowed or ()), *info.flag.synonyms}
 
 
-def test_no_name_stands_twice():
+def test_names_are_unique():
     names = [info.name for info in ALL_FIELDS] + list(UNSUPPORTED_FLAGS) + list(SATISFIED) + list(DROPPED)
     assert len(names) == len(set(names))
 
@@ -131,7 +131,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--tool-call-parser qwen25", "more output parsers"),
     ],
 )  # fmt: skip
-def test_what_comes_later_is_refused_by_name(text, words):
+def test_unsupported_flags_are_refused_by_name(text, words):
     with pytest.raises(NotAvailableYet) as refusal:
         cli(text)
     assert words in str(refusal.value)
@@ -145,11 +145,11 @@ def test_what_comes_later_is_refused_by_name(text, words):
         "--cuda-graph-backend-prefill disabled",
     ],
 )
-def test_later_flags_that_ask_for_nothing_are_accepted(text):
+def test_unsupported_flags_at_their_default_are_accepted(text):
     assert not cli(text).given
 
 
-def test_later_switch_as_keyword():
+def test_unsupported_switch_as_keyword():
     assert EngineArgs.from_kwargs(enable_symm_mem=False) == EngineArgs()
     with pytest.raises(NotAvailableYet):
         EngineArgs.from_kwargs(enable_symm_mem=True)
@@ -177,7 +177,7 @@ def test_dropped_flags_name_their_replacement(name):
 
 @pytest.mark.parametrize("row", [*UNSUPPORTED_FLAGS.values(), *DROPPED.values()], ids=lambda row: row.name)
 def test_a_refusal_recommends_nothing_that_is_refused(row):
-    """The flags and values that the message names as a way out."""
+    """The flags and values that the message names as the fix."""
     with pytest.raises(ConfigError) as refusal:
         EngineArgs.from_kwargs(**{row.name: True if row.is_switch else "unheard-of"})
     text = str(refusal.value)
@@ -219,7 +219,7 @@ REFUSED = {spelling for row in ABSENT for spelling in (row.option, *row.spelling
 
 @st.composite
 def misspellings(draw: st.DrawFn) -> str:
-    """A flag of SGLang with one to three letters lost, doubled, exchanged or replaced."""
+    """A flag of SGLang with one to three letters removed, doubled, swapped or replaced."""
     letters = list(draw(st.sampled_from(sorted(ACCEPTED | REFUSED))).removeprefix("--"))
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(letters) - 1))
@@ -248,7 +248,7 @@ def test_suggestions_are_accepted_flags(word):
 
 
 def _any_accepted(word: str, pattern: str) -> bool:
-    """An ambiguous abbreviation of refused flags alone may name these."""
+    """An ambiguous abbreviation that matches only refused flags may name these."""
     return "match" not in pattern or any(option.startswith(word) for option in ACCEPTED)
 
 

@@ -1,4 +1,4 @@
-"""Notes and refusals say what was typed, what it does here and what to do instead."""
+"""Remarks and errors name the flag as typed, its effect here and the fix."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_flags_that_need_another_are_noted(resolved, name):
     ],
     ids=str,
 )
-def test_flags_of_ranks_and_gpus_that_are_not_there_are_noted(resolved, flags, words):
+def test_flags_of_absent_ranks_and_gpus_are_noted(resolved, flags, words):
     assert sum(words in note for note in resolved(EIGHT, **flags).notes) == 1
 
 
-def test_the_same_flags_where_they_act_are_not_noted(resolved):
+def test_flags_with_an_effect_are_not_noted(resolved):
     flags = {"deepep_mode": "normal", "moe_a2a_backend": "all_to_all", "max_dispatch_tokens_per_rank": 64}
     assert not any("no effect" in note for note in resolved(EIGHT, **flags, **TWO_RANKS).notes)
 
@@ -114,7 +114,7 @@ def test_the_drafter_is_named_as_it_was_typed(resolved, model_dir, algorithm):
         resolved({**EIGHT, "num_nextn_predict_layers": 2}, speculative_algorithm=algorithm, tp_size=2, attn_dp_size=2)
 
 
-def test_a_head_from_elsewhere_for_a_model_without_mtp_layers(model_dir):
+def test_a_separate_head_for_a_model_without_mtp_layers(model_dir):
     head = model_dir(LLAMA, name="head")
     target = model_dir(LLAMA, name="target")
     flags = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head), "load_format": "dummy"}

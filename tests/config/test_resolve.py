@@ -1,4 +1,4 @@
-"""Every auto becomes concrete with a reason; contradictions name both flags."""
+"""Every auto is resolved with a reason; contradictions name both flags."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_nothing_stays_auto(resolved):
 
 
 def test_fp8_cache_holds_more_tokens(resolved):
-    few = {"mem_fraction_static": 0.02, "max_running_requests": 4096}  # memory is what limits
+    few = {"mem_fraction_static": 0.02, "max_running_requests": 4096}  # limited by memory
     plain, scaled, bare = (resolved(kv_cache_dtype=name, **few) for name in ("auto", *FP8))
     assert plain.ledger.bytes_per_token == 2 * bare.ledger.bytes_per_token > scaled.ledger.bytes_per_token
     assert 1.99 < bare.max_total_num_tokens / plain.max_total_num_tokens < 2.01
@@ -66,7 +66,7 @@ def test_fp8_cache_holds_more_tokens(resolved):
     assert any("two mantissa bits" in note for note in bare.notes) and not any("fp8" in note for note in scaled.notes)
 
 
-def test_what_is_given_is_kept(resolved):
+def test_given_values_are_kept(resolved):
     config = resolved(
         page_size=16, chunked_prefill_size=64, max_running_requests=3, max_total_tokens=1000, context_length=512,
         random_seed=7, dtype="float32", served_model_name="name", cpu_threads=2,
@@ -94,7 +94,7 @@ def test_pure_frozen_and_picklable(resolved):
         config.page_size = 1
 
 
-def test_flat_shows_what_is_in_force(resolved):
+def test_flat_shows_resolved_values(resolved):
     flat = resolved(api_key="secret", page_size=16).flat()
     assert flat["page_size"] == 16 and flat["chunked_prefill_size"] == 2048 and flat["dtype"] == "bfloat16"
     assert flat["max_total_tokens"] == 256 * 2048 and flat["device"] == "cpu" and flat["port"] == 30000
@@ -166,7 +166,7 @@ def test_contradictions_and_ranges(resolved, flags, words):
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
 
 
-def test_quantising_while_loading_is_later(resolved):
+def test_quantising_while_loading_is_unsupported(resolved):
     with pytest.raises(NotAvailableYet, match="--quantization fp8"):
         resolved(quantization="fp8")
 

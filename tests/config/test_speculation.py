@@ -1,4 +1,4 @@
-"""Speculative flags: SGLang's spellings and automatic values, what it costs in memory, refusals that name the fix."""
+"""Speculative flags: SGLang's spellings and automatic values, memory cost, refusals that name the fix."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_largest_step_grows_with_drafts(resolved):
     assert "draft weights" not in rows_of(resolved(**NGRAM))
 
 
-def test_refusal_offers_to_do_without(resolved):
+def test_refusal_offers_to_disable_speculation(resolved):
     at_least = resolved(V3, on=machine(1800, 2048)).ledger.weight_bytes / GB
     flags = {"max_running_requests": 1, "chunked_prefill_size": 128, "context_length": 1024}
     with pytest.raises(ConfigError, match="no --speculative-algorithm") as refusal:
@@ -249,8 +249,8 @@ def test_tables_hold_tokens_too(resolved):
     assert 2 * plain < drafting < 2.1 * plain
 
 
-def test_a_draft_model_that_catches_up_is_counted(standalone, model_dir):
-    """It computes the prompts of several steps at once, up to 4,096 tokens, however small a step of the model is."""
+def test_the_draft_extend_of_a_draft_model_is_counted(standalone, model_dir):
+    """It covers the prompts of several steps at once, up to 4,096 tokens, even if the model's steps are small."""
     small, large = (
         rows_of(standalone(chunked_prefill_size=chunk, max_running_requests=8))["activations"].num_bytes
         for chunk in (16, 4096)
@@ -262,7 +262,7 @@ def test_a_draft_model_that_catches_up_is_counted(standalone, model_dir):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_prompt_lookup_has_bounded_scratch(resolved, device):
-    """On the host it is of one text, on an accelerator of a fixed number of places."""
+    """On the host it is for one text, on an accelerator for a fixed number of positions."""
     on = machine(60, 80, device)
     few, many = (
         rows_of(resolved(on=on, max_running_requests=running, context_length=2048, **NGRAM))["draft scratch"]

@@ -1,4 +1,4 @@
-"""The live page in a real browser, where there is one: it polls the server and draws what it hears."""
+"""The live page in a real browser, if installed: it polls the server and draws the response."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_MS = 3500  # of the page's own clock
 
 
 class GrowingClient(RecordingClient):
-    """A recording that goes on: ten more tokens for one expert each time the page asks."""
+    """A running recording: ten more tokens for one expert with each request of the page."""
 
     async def call(self, method: str, **args: Any) -> Any:
         if method != "expert_snapshot":

@@ -31,7 +31,7 @@ def gain(found: DepthSimulation, num_requests: int) -> float:
     return found.speed / plain.run(800, num_requests).speed
 
 
-def test_a_number_of_steps_is_kept() -> None:
+def test_a_fixed_number_of_steps() -> None:
     policy = make_policy(SpeculationConfig("ngram", 3))
     assert isinstance(policy, FixedDepth) and policy.following
     policy.observe([(3, 0)] * 4, StepCost(4, 4, 3, 99.0, 1.0, 0.0))
@@ -47,7 +47,7 @@ def test_hopeless_drafts_disable_drafting_soon(num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("num_requests", [1, 8])
-def test_good_drafts_of_little_cost_go_deepest(num_requests: int) -> None:
+def test_good_cheap_drafts_use_the_max_depth(num_requests: int) -> None:
     found = simulate(Machine(rates=GOOD, token=0.001, draft=0.1)).run(400, num_requests)
     assert median(found.depths[100:]) == 4 and all(found.enabled)
     assert gain(found, num_requests) > 3
@@ -104,7 +104,7 @@ def test_a_full_batch_disables_drafting_and_a_small_one_enables_it() -> None:
     ],
     ids=["slower tokens", "slower drafts", "worse drafts", "better drafts"],
 )
-def test_changes_are_noticed(before: dict[str, Any], after: dict[str, Any], deeper: bool) -> None:
+def test_changed_costs_and_acceptance_are_detected(before: dict[str, Any], after: dict[str, Any], deeper: bool) -> None:
     found = simulate(Machine(**{"rates": GOOD, "draft": 0.3} | before)).run(600, 8)
     usual = median(found.depths[-200:])
     found.change(**after).run(600, 8)
@@ -164,6 +164,6 @@ def machines(draw: st.DrawFn) -> Machine:
 
 @settings(max_examples=40, deadline=None)
 @given(machine=machines(), num_requests=st.sampled_from([1, 2, 7, 64]), seed=st.integers(0, 1000))
-def test_it_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
+def test_adaptive_depth_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
     found = simulate(machine, seed).run(4000, num_requests)
     assert gain(found, num_requests) >= 0.98

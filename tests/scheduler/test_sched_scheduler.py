@@ -1,4 +1,4 @@
-"""The scheduler's promises one by one."""
+"""The scheduler's guarantees one by one."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_no_row_write_goes_to_a_row_that_ended_meanwhile() -> None:
     s.add(make_request("a", [5] * 20, 9))
     s.add(make_request("b", [5] * 20, 1))
     first = plan(s)
-    s._cache_prefills()  # as in a call of schedule() that came to nothing
+    s._cache_prefills()  # as in a call of schedule() without a plan
     assert len(s.table.row_writes) == 1
     answer(s, first)
     second = plan(s)
@@ -227,7 +227,7 @@ def test_running_requests_get_a_turn_between_many_prompts() -> None:
     assert kinds == [0, 0, 1, 0, 0, 0, 1, 0, 0]
 
 
-def test_mixed_chunk_rides_along() -> None:
+def test_mixed_chunk() -> None:
     s = scheduler(chunked_prefill_size=8, enable_mixed_chunk=True)
     s.add(make_request("a", [5], 20, eos=False))
     answer(s, plan(s))
@@ -286,7 +286,7 @@ def test_a_leak_is_repaired_not_raised() -> None:
     assert s.kv_cache.slots.num_free == 1000 and s.check_integrity() == []
     s.kv_cache.slots.take_pages(3)
     s.add(make_request("a", [5], 1))
-    answer(s, plan(s))  # idle again: the count is off, so it is looked into
+    answer(s, plan(s))  # idle again: counts disagree, so the integrity check runs
     assert s.kv_cache.slots.num_free + s.kv_cache.tree.num_evictable == 1000
 
 
@@ -304,7 +304,7 @@ def test_ratio_decays_and_is_reset_when_idle() -> None:
     assert s.ratio.value == start
 
 
-def test_admission_leaves_room_for_what_runs() -> None:
+def test_admission_reserves_room_for_running_requests() -> None:
     s = scheduler(num_slots=100, context_len=100)
     s.add(make_request("a", [5] * 10, 60))
     s.add(make_request("b", [6] * 10, 60))
@@ -354,7 +354,7 @@ def test_stats() -> None:
     assert s.stats().generation_tokens_total == 1
 
 
-def test_the_fake_model_knows_both_ends() -> None:
+def test_the_fake_model_has_both_finish_reasons() -> None:
     reasons = {expected_outputs(make_request(str(i), [i], 40))[1] for i in range(20)}
     assert reasons == {"stop", "length"}
 
@@ -385,7 +385,7 @@ def test_a_prefix_that_is_in_use_is_not_room() -> None:
 
 @pytest.mark.parametrize("same_namespace", [True, False])
 def test_only_a_prompt_of_its_own_namespace_is_worth_a_wait(same_namespace: bool) -> None:
-    """The prefix that a request of another `extra_key` computes can never be used."""
+    """A prefix computed by a request of another `extra_key` can never be shared."""
     s = scheduler()
     for rid, extra_key in ("a", "tenant"), ("b", "tenant" if same_namespace else None):
         s.add(make_request(rid, [5] * 60, 4, extra_key=extra_key))

@@ -1,7 +1,7 @@
-"""Compiled decodes: the tokens of decodes that are not, nothing compiled after READY, nothing twice on one machine.
+"""Compiled decodes have the tokens of eager decodes, nothing compiles after READY, nothing twice on one machine.
 
-What torch's own code generator makes of the regions is tried once, in processes of their own with a folder for compiled
-code; elsewhere Dynamo traces them and runs torch's operators, which takes a tenth of the time.
+One test compiles the regions with inductor, in separate processes with a folder for compiled code; in the others Dynamo
+traces them and runs torch's operators, which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _traced() -> int:
 def test_compiled_decodes_make_the_same_tokens(
     kind: str, drafts: int, regions: int, traced_only: None, tmp_path: Path
 ) -> None:
-    """Steps of more requests than are compiled run as well; so do prompts, and steps recorded as graphs."""
+    """Steps above the compiled size run too; so do prompts, and steps captured as graphs."""
     kind, _, small = kind.partition(" drafted by ")
     path = agreeing_checkpoint(kind, tmp_path / "model", 3, **({} if small else {"num_mtp_layers": 1}))
     flags: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "moe_runner_backend": "torch"}

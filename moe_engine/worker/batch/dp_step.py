@@ -39,7 +39,7 @@ class DPSteps:
         """Whether there are several attention groups."""
         return self.parallel.attn_dp_size > 1
 
-    def alike(self, plan: StepPlan) -> StepPlan:
+    def for_all_groups(self, plan: StepPlan) -> StepPlan:
         """The plan of a step that is the same in all groups, without schedulers (warm-up)."""
         if not self.is_shared:
             return plan

@@ -31,7 +31,7 @@ def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
     decode = StepPlan(number=-1, rows=[_ROW], starts=[start], counts=[1], samples=[True], slots=[0], num_decodes=1)
 
     def run(plan: StepPlan) -> None:
-        runner.execute(runner.shared.alike(plan))  # every rank of every attention group runs the same plan
+        runner.execute(runner.shared.for_all_groups(plan))  # every rank of every attention group runs the same plan
 
     for sampling in (_GREEDY, _SAMPLED):
         run(_plan(0, count, new=_request(count, sampling)))
@@ -81,7 +81,7 @@ def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
 
     def run(plan: StepPlan) -> None:
         nonlocal count
-        runner.execute(runner.shared.alike(plan))
+        runner.execute(runner.shared.for_all_groups(plan))
         count += 1
 
     longest = rows.context_len - 1
@@ -96,7 +96,7 @@ def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
             run(_prompts(new))
             ones, entered = [1] * num_rows, list(range(num_rows))
             run(StepPlan(-1, entered, ones, ones, [True] * num_rows, [0] * num_rows, num_rows))
-    runner.execute(runner.shared.alike(StepPlan(number=-1, finished_rows=list(range(rows.max_rows)))))
+    runner.execute(runner.shared.for_all_groups(StepPlan(number=-1, finished_rows=list(range(rows.max_rows)))))
     rows.last_token.zero_()
     runner.kv_pool.clear_dummy_page()
     runner.stream.synchronize()
