@@ -23,7 +23,7 @@ class DepthPolicy(Protocol):
     """Chooses the depth of each step and learns from the results."""
 
     @property
-    def following(self) -> bool:
+    def enabled(self) -> bool:
         """Whether drafting is enabled: the drafter runs a draft extend in the next step."""
 
     def choose(self, num_requests: int, num_draftable: int) -> int:
@@ -41,7 +41,7 @@ class DepthPolicy(Protocol):
 class FixedDepth:
     """A constant depth, ``--speculative-num-steps N``."""
 
-    following = True
+    enabled = True
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -141,7 +141,7 @@ class AutoDepth:
         """Number of requests below which drafting is enabled again."""
 
     @property
-    def following(self) -> bool:
+    def enabled(self) -> bool:
         return self._enabled
 
     def choose(self, num_requests: int, num_draftable: int) -> int:

@@ -37,7 +37,7 @@ class Speculator:
         """
         if not self._needs_follow:
             return False
-        follow = not plain and self._policy.following and any(r.followed for r in requests)
+        follow = not plain and self._policy.enabled and any(r.followed for r in requests)
         if not follow:
             for request in requests:
                 request.followed = False
@@ -58,7 +58,7 @@ class Speculator:
             if kv_cache.make_room(kv_cache.reserve_need(requests, widths)):
                 self._depth = max(depths)
                 # drafting is disabled, or no request can get drafts: a plain step with known lengths
-                wanted = self._policy.following and (any(draftable) or _prompts_may_join(table))
+                wanted = self._policy.enabled and (any(draftable) or _prompts_may_join(table))
                 if not (wanted or any(r.num_maybe for r in requests)):
                     return draft.add_decodes(requests, kv_cache)
                 return self._add(draft, requests, depths, widths, kv_cache)
@@ -93,7 +93,7 @@ class Speculator:
         return tokens / steps if steps else None
 
     def stats(self) -> SpecStats:
-        following = self._policy.following
+        following = self._policy.enabled
         return SpecStats(self._depth, following, self._verified, list(self._proposed), list(self._accepted))
 
 

@@ -90,7 +90,7 @@ class InFlight:
 class NoDrafts:
     """The baseline of every policy: implements `DepthPolicy`."""
 
-    following = False
+    enabled = False
 
     def choose(self, num_requests: int, num_draftable: int) -> int:
         return 0
@@ -154,7 +154,7 @@ class DepthSimulation:
             return InFlight([], [], 0.0, 0.0, 0.0)
         depth = policy.choose(len(requests), sum(r.followed for r in requests))
         depths = [depth if r.followed and (not by_length or r.left - r.in_flight > 1) else 0 for r in requests]
-        follows = policy.following and any(r.followed for r in requests)
+        follows = policy.enabled and any(r.followed for r in requests)
         plain = not follows and not self._in_flight_drafts
         for request in requests:
             request.followed &= follows
@@ -165,7 +165,7 @@ class DepthSimulation:
         overhead = 0.0 if plain else machine.overhead
         seconds = (machine.seconds(len(requests), sum(depths), max(depths)) + overhead) * noise + follow
         self.depths.append(depth)
-        self.enabled.append(policy.following)
+        self.enabled.append(policy.enabled)
         draft = machine.draft_seconds(sum(depths), max(depths)) * noise
         model = 0.0 if plain else seconds - draft - follow - (machine.overhead + machine.host_overhead) * noise
         return InFlight(requests, depths, seconds, draft, follow, model, plain)

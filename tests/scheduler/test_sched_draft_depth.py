@@ -33,7 +33,7 @@ def gain(found: DepthSimulation, num_requests: int) -> float:
 
 def test_a_fixed_number_of_steps() -> None:
     policy = make_policy(SpeculationConfig("ngram", 3))
-    assert isinstance(policy, FixedDepth) and policy.following
+    assert isinstance(policy, FixedDepth) and policy.enabled
     policy.observe([(3, 0)] * 4, StepCost(4, 4, 3, 99.0, 1.0, 0.0))
     assert policy.choose(4, 4) == policy.choose(1, 0) == 3
     assert isinstance(make_policy(AUTO), AutoDepth)
