@@ -127,7 +127,7 @@ class StepCostModel:
         self._host_overhead = Curve()
         self._setup = Curve()
         self._level = Curve()
-        self._draft_extend = Curve()
+        self._extend = Curve()
         self.max_depth_tried = 0
         """Max depth tried since the last `forget_drafting`."""
 
@@ -138,7 +138,7 @@ class StepCostModel:
     def forget_drafting(self) -> None:
         """Drops the costs of drafts, which are outdated after a backoff; keeps the cost of tokens."""
         self._level.clear()
-        self._draft_extend.clear()
+        self._extend.clear()
         self.max_depth_tried = 0
 
     def add(self, cost: StepCost) -> None:
@@ -151,7 +151,7 @@ class StepCostModel:
             host_overhead = cost.seconds - cost.draft_seconds - cost.follow_seconds - cost.model_seconds
             self._host_overhead.add(cost.num_requests, max(host_overhead, 0.0))
         if cost.follow_seconds:
-            self._draft_extend.add(tokens, cost.follow_seconds)
+            self._extend.add(tokens, cost.follow_seconds)
         if not cost.depth:
             self._setup.add(cost.num_requests, cost.draft_seconds)
         elif cost.num_drafting:
@@ -170,7 +170,7 @@ class StepCostModel:
     def of(self, num_requests: int, num_drafting: int, depth: int) -> float:
         """Seconds of a speculative step."""
         tokens = self._tokens(num_requests, num_drafting, depth)
-        follow = 0.0 if self._draft_extend.is_empty else self._draft_extend.at(tokens)
+        follow = 0.0 if self._extend.is_empty else self._extend.at(tokens)
         level = depth * self._level.at(num_drafting) if depth else 0.0
         return self._forward.at(tokens) + self._setup_of(num_requests) + level + follow
 
@@ -181,9 +181,7 @@ class StepCostModel:
         forward = self._forward.below(tokens)
         if forward is None:
             return None
-        follow = (
-            0.0 if self._draft_extend.is_empty else self._draft_extend.below(tokens) or self._draft_extend.at(tokens)
-        )
+        follow = 0.0 if self._extend.is_empty else self._extend.below(tokens) or self._extend.at(tokens)
         levels = min(depth, max(self.max_depth_tried, 1)) * self._level.at(num_drafting)
         return forward + self._setup_of(num_requests) + levels + follow
 
