@@ -36,7 +36,7 @@ OTHERS = {
 }  # fmt: skip
 """Of sbatch, srun, scancel, torchrun, pip and docker."""
 
-NOT_HERE = ("not available yet", "refused", "removed from SGLang", "later")
+NOT_HERE = ("not supported yet", "not available yet", "refused", "removed from SGLang", "later")
 
 
 def own_flags() -> set[str]:
