@@ -201,7 +201,7 @@ class EngineCore:
     def _agree(self, dp_sync: DPSync, plan: StepPlan | None) -> StepPlan | None:
         """The plan with all groups' facts; an idle batch to join a step of other groups; None if no group has work."""
         scheduler = self._scheduler
-        leaving = self._stopping is not None and not scheduler.book.live
+        leaving = self._stopping is not None and not scheduler.table.live
         if plan is None:
             waits_for_turn = scheduler.num_waiting and not dp_sync.may_prefill()
             if not leaving and not waits_for_turn and not dp_sync.is_due():
@@ -212,7 +212,7 @@ class EngineCore:
             plan,
             prompt_logprobs=about is not None and about.prompt_logprobs,
             first_half=self._first_half(plan),
-            num_running=len(scheduler.book.decodes),
+            num_running=len(scheduler.table.decodes),
             num_waiting=scheduler.num_waiting,
             leaving=leaving,
         )

@@ -1,4 +1,4 @@
-"""What attention backends take beside KV: stated by them, counted by the ledger; who cannot run is refused early."""
+"""Workspaces of attention backends: computed by them, counted by the ledger; unusable backends are refused early."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_ledger_counts_what_the_backend_states(prepared: Callable[..., Resol
     assert "attention workspace" in explain_text(with_graphs)
 
 
-def test_none_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
+def test_no_workspace_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
     assert all(row.name != "attention workspace" for row in resolved().ledger.rows)
 
 
@@ -69,7 +69,7 @@ def test_none_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
 def test_a_draft_model_has_a_workspace_of_its_own(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, width: int, name: str
 ) -> None:
-    """Its backend is another instance, which also catches up with many tokens a request; nothing of it is recorded."""
+    """Its backend is another instance, also for draft extends of many tokens a request; its steps are not captured."""
     monkeypatch.setattr(probe, "_found", lambda name: True)
     folder, drafter = model_dir(SMALL), model_dir({**LLAMA, "head_dim": width}, name="draft")
     args = EngineArgs.from_kwargs(

@@ -106,7 +106,7 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
 
 
 def test_flags_are_those_of_the_server(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lora-paths.*not available yet"):
+    with pytest.raises(ConfigError, match=r"lora-paths.*not supported yet"):
         Engine(model_path=str(checkpoint), lora_paths="adapter")
     with pytest.raises(ConfigError, match="page_sise"):
         Engine(model_path=str(checkpoint), page_sise=4)

@@ -1,8 +1,8 @@
-"""The fake worker of a scheduler that speculates: it alone knows how far each request is, and tells late.
+"""The fake worker of a scheduler with speculation: only the worker has the true lengths, and reports them late.
 
-Like `FakeWorker` it keeps a hash of the computed prefix for each KV slot; slots that rejected drafts touched hold
-rubbish. Of every plan it checks that starts are the least that is possible, that the row's table has slots for all that
-drafting may touch, that these belong to nobody else, and that a drafter is asked only about tokens it has seen.
+Like `FakeWorker` it keeps a hash of the computed prefix for each KV slot; slots of rejected drafts hold garbage.
+For every plan it checks that starts are the least possible ones, that the row's table has slots for everything that
+drafting may write, that no other request owns these slots, and that draft extends have covered the drafter's context.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class DraftingRow:
     computed: int
     hashes: list[int] = field(default_factory=list)
     followed: bool = True
-    """The drafter has taken in every step that computed tokens of it."""
+    """Draft extends have covered all computed tokens of the row."""
 
 
 class DraftingWorker:
-    """Executes plans in order when asked to, as `FakeWorker`. Accepts a random number of drafts.
+    """Executes plans in order on request, as `FakeWorker`. Accepts a random number of drafts.
 
     Args:
-        luck: chance that a draft is right.
+        luck: acceptance probability of a draft.
     """
 
     def __init__(self, config: SchedulerConfig, seed: int, luck: float) -> None:
@@ -49,20 +49,20 @@ class DraftingWorker:
         self.rows: dict[int, DraftingRow] = {}
         self.pool: dict[int, int] = {}
         self.drafter_pool: dict[int, tuple[int, int]] = {}
-        """By slot: what the drafter's KV was made of, the prefix and its successor."""
+        """By slot: the prefix and its successor from which the drafter's KV was computed."""
         self.always_follows = config.speculation.method == "nextn" and not config.speculation.auto_depth
         self.most_slots = self.speculation.num_slots(self.speculation.num_steps)
         self.tables: dict[int, list[int]] = {}
-        """Slot tables as they will be once all submitted plans have begun."""
+        """Slot tables after the start of all submitted plans."""
         self._ahead: dict[int, int] = {}
-        """By number of a plan: how many steps were in flight when it was made."""
+        """By plan number: steps in flight when it was planned."""
         self.last_number = 0
         self.speculative_steps = self.accepted = self.drafted = 0
 
-    # -- what is given away, when it is planned
+    # -- allocation checks at planning
 
     def submit(self, plan: StepPlan) -> None:
-        """Checks that no slot changes hands that a step in flight may touch."""
+        """Checks that no slot that a step in flight may use changes its owner."""
         assert plan.number == self.last_number + 1
         self.last_number = plan.number
         self._ahead[plan.number] = len(self.queue)
@@ -88,7 +88,7 @@ class DraftingWorker:
         self.queue.append(plan)
 
     def _given(self, plan: StepPlan) -> list[tuple[int, int, list[int]]]:
-        """(row, start, slots) of the requests whose slots stand in the plan itself."""
+        """(row, start, slots) of the requests whose slots are in the plan."""
         first = plan.num_decodes if plan.speculation is not None else 0
         found, at = [], 0
         for row, start, count in list(zip(plan.rows, plan.starts, plan.counts))[first:]:
@@ -97,7 +97,7 @@ class DraftingWorker:
         assert at == len(plan.slots)
         return found
 
-    # -- what is computed
+    # -- execution
 
     def execute(self) -> StepResult:
         """Runs the oldest submitted plan."""
@@ -133,14 +133,14 @@ class DraftingWorker:
                 result_rows.append(row)
                 tokens.append(new)
         assert input_at == len(plan.input_ids)
-        self.pool |= writes  # only now: nothing may rely on what another request writes in the same step
+        self.pool |= writes  # last: no request may rely on what another request writes in the same step
         self.drafter_pool |= followed
         if plan.speculation is not None and plan.num_decodes:
             self.speculative_steps += 1
         return StepResult(plan.number, result_rows, tokens, seconds=self.rng.uniform(0.5, 2), follow_seconds=0.1)
 
     def _decode(self, state: DraftingRow, start: int, count: int, plan: StepPlan) -> tuple[list[int], list[int]]:
-        """New tokens of a decode, and the slots that it and its drafts touch."""
+        """New tokens of a decode, and the slots that it and its drafts write."""
         at = state.computed
         context = [self.pool.get(slot) for slot in state.slots[:at]]
         assert context == state.hashes[:at], "a context slot does not hold the KV it should"
@@ -167,7 +167,7 @@ class DraftingWorker:
         return self._accept(state, right), state.slots[at : at + width]
 
     def _accept(self, state: DraftingRow, right: int) -> list[int]:
-        """The last token and `right` drafts are computed; returns the drafts and one token more."""
+        """Computes the last token and `right` accepted drafts; returns the drafts and one more token."""
         new = []
         for _ in range(right + 1):
             self._compute(state, 1)
@@ -182,7 +182,7 @@ class DraftingWorker:
         state.computed += count
 
     def _follow(self, state: DraftingRow, first: int, followed: dict[int, tuple[int, int]]) -> None:
-        """The drafter takes in positions from `first` on, each together with the token behind it."""
+        """Draft extend of positions from `first` on, each with the token behind it."""
         for position in range(first, state.computed):
             behind = state.tokens[position + 1] if position + 1 < len(state.tokens) else RUBBISH
             followed[state.slots[position]] = (state.hashes[position], behind)
@@ -202,7 +202,7 @@ class DraftingWorker:
                 assert table[position] % page == 0
 
     def _check_owned(self, row: int, touched: list[int]) -> None:
-        """Nobody else has them in its table."""
+        """Checks that no other row has these slots."""
         mine = set(touched)
         assert len(mine) == len(touched)
         for other, state in self.rows.items():

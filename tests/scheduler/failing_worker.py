@@ -1,7 +1,7 @@
-"""Workers that fail: at a position of a request, where two requests meet, or once for no reason.
+"""Failing workers: at a position of a request, for a pair of requests in one step, or at random.
 
-A step that fails may have taken in its plan's rows or not, and leaves rubbish in every slot that it was to write. The
-step that was planned behind it is not run.
+A failed step may have applied its plan's rows or not, and leaves garbage in every slot that it should write. The step
+planned behind it is not run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.scheduler.simulator import FakeWorker, Row, Simulation, prefix_hashes
 
 
 class StepFailed(Exception):
-    """What a worker raises for a step."""
+    """The error of a failed step."""
 
 
 class Poison:
@@ -26,7 +26,7 @@ class Poison:
     Args:
         positions: by rid, the position whose computation fails.
         pairs: rids that no step can hold together.
-        chance: of any other step with several requests to fail.
+        chance: failure probability of any other step with several requests.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Poison:
         self.positions, self.pairs, self.chance = positions, pairs, chance
         self.failures = 0
 
-    def meets(self, rids: list[str], spans: list[tuple[int, int]]) -> bool:
-        """Whether a step fails that computes tokens [start, end) of each request."""
+    def fails(self, rids: list[str], spans: list[tuple[int, int]]) -> bool:
+        """Whether a step that computes tokens [start, end) of each request fails."""
         fails = any(start <= self.positions.get(rid, -1) < end for rid, (start, end) in zip(rids, spans))
         fails |= any(pair <= set(rids) for pair in self.pairs)
         fails |= len(rids) > 1 and self.rng.random() < self.chance
@@ -46,7 +46,7 @@ class Poison:
 
 
 class _Failing:
-    """Mixed into a fake worker: what happens to a step that fails."""
+    """Mixin of a fake worker: failed steps."""
 
     poison: Poison
     rows: dict[int, Any]
@@ -57,12 +57,12 @@ class _Failing:
         self.poison = poison
         self.rids: dict[int, str] = {}
 
-    def _look(self, plan: StepPlan) -> bool:
-        """Whether the plan is to fail; its rows are known by then."""
+    def _fails(self, plan: StepPlan) -> bool:
+        """Whether the plan fails; its rows are known by then."""
         self.rids.update({new.row: new.rid for new in plan.new_rows})
         starts = [self._start_of(plan, i) for i in range(len(plan.rows))]
         spans = [(start, start + count) for start, count in zip(starts, plan.counts)]
-        return self.poison.meets([self.rids[row] for row in plan.rows], spans)
+        return self.poison.fails([self.rids[row] for row in plan.rows], spans)
 
     def _start_of(self, plan: StepPlan, i: int) -> int:
         return plan.starts[i]
@@ -98,7 +98,7 @@ class FailingWorker(_Failing, FakeWorker):
         self.touched.clear()
 
     def execute(self) -> StepResult:
-        if self._look(self.queue[0]):
+        if self._fails(self.queue[0]):
             self._break_next()
             raise StepFailed("a poisoned request")
         return super().execute()
@@ -122,7 +122,7 @@ class FailingDraftingWorker(_Failing, DraftingWorker):
         self._begin(poison)
 
     def execute(self) -> StepResult:
-        if self._look(self.queue[0]):
+        if self._fails(self.queue[0]):
             self._break_next()
             raise StepFailed("a poisoned request")
         return super().execute()
@@ -151,7 +151,7 @@ class FailingDraftingWorker(_Failing, DraftingWorker):
 
 
 def _forget_first(rows: dict[int, Any], plan: StepPlan) -> None:
-    """A worker does not mind a row that is given up twice, or one that a failed step had entered."""
+    """Accepts rows that are released twice, and rows that a failed step had already added."""
     for new in plan.new_rows:
         if new.row not in plan.finished_rows:
             assert new.row not in rows, "a row was taken that was not given up"
@@ -160,7 +160,7 @@ def _forget_first(rows: dict[int, Any], plan: StepPlan) -> None:
 
 
 class FailingSimulation(Simulation):
-    """Hands failed steps to the scheduler, as the core does. `status`: of the requests that ended badly."""
+    """Reports failed steps to the scheduler, as the core does. `status`: of requests that ended with an error."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.status: dict[str, int | None] = {}
@@ -180,8 +180,8 @@ class FailingSimulation(Simulation):
         except StepFailed as error:
             self.worker.discard()
             self.take(self.scheduler.step_failed(number, str(error)))
-            assert self.scheduler.memory.step > last, "a worker takes the next number for that of a step behind these"
-            self.worker.last_number = self.scheduler.memory.step  # type: ignore[attr-defined]
+            assert self.scheduler.kv_cache.step > last, "a worker takes the next number for that of a step behind these"
+            self.worker.last_number = self.scheduler.kv_cache.step  # type: ignore[attr-defined]
             assert self.scheduler.check_integrity() == []
             return
         self.take(self.scheduler.update(result))

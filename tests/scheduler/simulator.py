@@ -1,5 +1,5 @@
-"""A fake worker that checks what it is told: it keeps, per KV slot, a hash of the token prefix that was computed there,
-and verifies at execution time that every context slot holds the hash the plan relies on."""
+"""A fake worker that checks plans: it keeps, per KV slot, a hash of the token prefix that was computed there, and
+verifies at execution time that every context slot holds the hash that the plan relies on."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def prefix_hashes(tokens: list[int]) -> list[int]:
 
 
 def next_token(value: int) -> int:
-    """The fake model: the next token is a function of the whole prefix; now and then EOS."""
+    """The fake model: the next token is a function of the whole prefix; sometimes EOS."""
     return value % 997 % VOCAB
 
 
 def expected_outputs(request: Request) -> tuple[list[int], str]:
-    """What any correct engine must produce for a request, and why it ends."""
+    """The expected tokens and finish reason of a request."""
     outputs: list[int] = []
     value = prefix_hashes(request.prompt_ids)[-1]
     while len(outputs) < request.max_new_tokens:
@@ -47,12 +47,12 @@ def expected_outputs(request: Request) -> tuple[list[int], str]:
 
 
 class SimulatedWorker(Protocol):
-    """Executes plans strictly in order, late: a plan runs only when its result is asked for."""
+    """Executes plans strictly in order and late: a plan runs only when its result is requested."""
 
     queue: deque[StepPlan]
 
     def submit(self, plan: StepPlan) -> None:
-        """Checks a plan when it is made."""
+        """Checks a plan at planning."""
 
     def execute(self) -> StepResult:
         """Runs the oldest submitted plan."""
@@ -78,7 +78,7 @@ class FakeWorker:
         self.last_number = 0
 
     def submit(self, plan: StepPlan) -> None:
-        """Checks that the plan gives no slot away that a step in flight may touch."""
+        """Checks that no slot that a step in flight may use changes its owner."""
         assert plan.number == self.last_number + 1
         self.last_number = plan.number
         in_flight = set().union(*self.touched) if self.touched else set()
@@ -138,7 +138,7 @@ class FakeWorker:
                 rows.append(row)
                 tokens.append([token])
         assert input_at == len(plan.input_ids) and slot_at == len(plan.slots)
-        self.pool.update(writes)  # only now: nothing may rely on what another request writes in the same step
+        self.pool.update(writes)  # last: no request may rely on what another request writes in the same step
         return StepResult(plan.number, rows, tokens)
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -203,7 +203,7 @@ class Simulation:
         self.take(self.scheduler.update(self.worker.execute()))
 
     def turn(self) -> bool:
-        """One round of the core's loop. False if there was nothing to do."""
+        """One iteration of the core's loop. False if it was idle."""
         self.turns += 1
         self.now += 0.01
         plan = self.scheduler.schedule()
@@ -217,7 +217,7 @@ class Simulation:
             if self.worker.queue:
                 self.finish_one()
                 return True
-            assert self.scheduler.is_idle(), "nothing to do although requests wait"
+            assert self.scheduler.is_idle(), "no step although requests wait"
             return False
         assert isinstance(plan, StepPlan)
         self.check_budgets(plan)
@@ -249,7 +249,7 @@ class Simulation:
         raise AssertionError(f"not finished after {max_turns} turns: starvation")
 
     def check_end(self) -> None:
-        """All ended as they must, and the pool is whole."""
+        """Checks that all requests ended as expected, without leaks in the pool."""
         for outcome in self.outcomes.values():
             tokens, reason = expected_outputs(outcome.request)
             if outcome.reason == "abort":
@@ -258,11 +258,11 @@ class Simulation:
                 assert (outcome.tokens, outcome.reason) == (tokens, reason), outcome.request.rid
         scheduler = self.scheduler
         assert scheduler.is_idle() and scheduler.check_integrity() == []
-        memory = scheduler.memory
-        assert memory.slots.num_free + memory.tree.num_evictable == self.config.num_slots
-        assert memory.rows.num_free == self.config.max_rows
+        kv_cache = scheduler.kv_cache
+        assert kv_cache.slots.num_free + kv_cache.tree.num_evictable == self.config.num_slots
+        assert kv_cache.rows.num_free == self.config.max_rows
         assert scheduler.flush_cache()
-        assert memory.slots.num_free == self.config.num_slots and memory.tree.num_evictable == 0
+        assert kv_cache.slots.num_free == self.config.num_slots and kv_cache.tree.num_evictable == 0
 
 
 def make_request(

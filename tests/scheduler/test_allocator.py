@@ -1,4 +1,4 @@
-"""Free lists: nothing is lost, nothing is given twice, and nothing early."""
+"""Free lists: no id is lost, allocated twice, or allocated early."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def test_slots_are_conserved_under_random_operations(page: int) -> None:
     rng = random.Random(page)
     num_slots = 64 * page
     pool = SlotAllocator(num_slots, page)
-    held: list[tuple[list[int], int]] = []  # slots of a sequence, all of its pages its own
-    waiting: list[tuple[int, list[int]]] = []  # (after_step, pages): the oracle of what may not be handed out
+    held: list[tuple[list[int], int]] = []  # slots of a sequence with private pages
+    waiting: list[tuple[int, list[int]]] = []  # (after_step, pages): the oracle of pages that must not be allocated
     step = retired = 0
     in_use: set[int] = set()
     for _ in range(35_000):

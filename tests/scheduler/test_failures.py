@@ -1,4 +1,4 @@
-"""A step that fails for one request's sake ends that request alone: the others bring the tokens they always bring."""
+"""A step that fails because of one request ends that request only: the others generate their expected tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fill(rng: random.Random, config: SchedulerConfig, count: int) -> list[Reques
 
 
 def poisoned(rng: random.Random, requests: list[Request], share: float) -> dict[str, int]:
-    """Some requests, and the position of each that cannot be computed: of its prompt, or of its answer."""
+    """Poison requests, and the failing position of each: in its prompt, or in its output."""
     found = {}
     for request in requests:
         known = len(request.prompt_ids) + len(expected_outputs(request)[0])
@@ -33,7 +33,7 @@ def poisoned(rng: random.Random, requests: list[Request], share: float) -> dict[
 
 
 def play(sim: FailingSimulation, rng: random.Random, requests: list[Request], abort: float) -> None:
-    """Serves them all; clients give some up."""
+    """Runs all requests; clients abort some."""
     left = list(requests)
     while left:
         if rng.random() < 0.5:
@@ -49,8 +49,8 @@ def play(sim: FailingSimulation, rng: random.Random, requests: list[Request], ab
 
 
 def check(sim: FailingSimulation, bad: dict[str, int], apart: bool) -> None:
-    """A request that ended with 500 has such a position, and ended there; where no prefix of one is found in the cache,
-    all of them did."""
+    """Checks that a request that ended with 500 has such a position, and ended there; without cached prefixes all
+    poison requests did."""
     sim.check_end()
     for rid, outcome in sim.outcomes.items():
         prompt, status = len(outcome.request.prompt_ids), sim.status.get(rid)
@@ -71,7 +71,7 @@ def check(sim: FailingSimulation, bad: dict[str, int], apart: bool) -> None:
     chance=st.sampled_from([0.0, 0.05]),
     apart=st.booleans(),
 )
-def test_poison_ends_alone(
+def test_only_the_poison_request_ends(
     config: SchedulerConfig, overlap: bool, seed: int, share: float, abort: float, chance: float, apart: bool
 ) -> None:
     rng = random.Random(seed)
@@ -94,7 +94,7 @@ def test_poison_ends_alone(
     seed=st.integers(0, 10**6),
     luck=st.sampled_from([0.0, 0.6, 1.0]),
 )
-def test_poison_ends_alone_among_drafts(
+def test_only_the_poison_request_ends_with_drafts(
     config: SchedulerConfig, speculation: SpeculationConfig, overlap: bool, seed: int, luck: float
 ) -> None:
     rng, config = random.Random(seed), replace(config, speculation=speculation)
@@ -104,15 +104,15 @@ def test_poison_ends_alone_among_drafts(
     sim = FailingSimulation(config, overlap=overlap, worker=worker)
     play(sim, rng, requests, 0.0)
     sim.check_end()
-    for rid, outcome in sim.outcomes.items():  # drafts reach beyond what is kept
+    for rid, outcome in sim.outcomes.items():  # drafts reach beyond the accepted tokens
         last = len(outcome.request.prompt_ids) + len(outcome.tokens) - 1
         if sim.status.get(rid) == 500:
             assert rid in bad and (not outcome.tokens or last <= bad[rid])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_requests_that_cannot_meet_run_apart(overlap: bool) -> None:
-    """None of them fails alone: all bring their tokens, and failures come to an end."""
+def test_requests_that_fail_together_run_in_separate_steps(overlap: bool) -> None:
+    """No request fails alone: all generate their tokens, and failures stop."""
     config = SchedulerConfig(num_slots=400, context_len=100, max_rows=8)
     poison = Poison(0, {}, pairs={frozenset({"0", "1"}), frozenset({"2", "3"})})
     sim = FailingSimulation(config, overlap=overlap, worker=FailingWorker(config, poison))
@@ -123,8 +123,8 @@ def test_requests_that_cannot_meet_run_apart(overlap: bool) -> None:
     assert not sim.status and 2 <= poison.failures <= 4
 
 
-def test_the_cause_is_found_and_its_neighbours_are_free() -> None:
-    """The newest is tried first; after it has failed alone the others run together at once, and prompts stay cached."""
+def test_the_cause_is_found_and_other_suspects_are_cleared() -> None:
+    """The newest suspect runs first; after it fails alone the others run together at once, and prompts stay cached."""
     config = SchedulerConfig(num_slots=2000, context_len=300, max_rows=8)
     sim = FailingSimulation(config, worker=FailingWorker(config, Poison(0, {"bad": 40})))
     for i in range(4):
@@ -139,7 +139,7 @@ def test_the_cause_is_found_and_its_neighbours_are_free() -> None:
     computed = sum(plan.num_tokens for plan in sim.plans)
     assert computed < 4 * 20 + 2 * 80 + 40  # its prompt twice, and no other prompt again
     sizes = [len(plan.rows) for plan in sim.plans]
-    assert sizes[:3] == [1, 5, 1] and set(sizes[3:]) == {4}  # the second was planned behind the first, and is forgotten
+    assert sizes[:3] == [1, 5, 1] and set(sizes[3:]) == {4}  # the second was planned behind the first, and is dropped
 
 
 def test_a_device_that_always_fails_ends_the_engine() -> None:
@@ -155,7 +155,7 @@ def test_a_device_that_always_fails_ends_the_engine() -> None:
 
 
 def test_many_poisoned_requests_do_not_end_the_engine() -> None:
-    """Before the last failure that would end it, the request that has worked for longest is tried."""
+    """Before the last failure that would end the engine, the request that ran successfully for longest is tried."""
     config = SchedulerConfig(num_slots=900, context_len=100, max_rows=16)
     sim = FailingSimulation(config, worker=FailingWorker(config, Poison(0, {f"bad{i}": 5 for i in range(9)})))
     sim.add(make_request("good", [3] * 9, 60, ignore_eos=True))
@@ -170,8 +170,8 @@ def test_many_poisoned_requests_do_not_end_the_engine() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_failed_step_may_have_lost_what_it_told_of_other_rows(seed: int) -> None:
-    """Two prompts are alike and are computed side by side: one takes over the other's slots, by the plan that fails."""
+def test_row_writes_of_a_failed_step_are_repeated(seed: int) -> None:
+    """Two equal prompts are prefilled in one step: the failing plan switches one of them to the other's slots."""
     config = SchedulerConfig(num_slots=400, context_len=100, max_rows=8)
     sim = FailingSimulation(config, overlap=False, worker=FailingWorker(config, Poison(seed, {"bad": 22})))
     sim.keep_plans = True
@@ -189,8 +189,8 @@ def test_a_failed_step_may_have_lost_what_it_told_of_other_rows(seed: int) -> No
     assert len(failed.rows) == 1 and sim.status == {"bad": 500}
 
 
-def test_no_step_after_a_start_over_has_the_number_behind_a_failed_one() -> None:
-    """Ranks were lost in the last step, which failed: its worker would not run the step with the next number."""
+def test_start_over_skips_the_step_number_behind_a_failed_one() -> None:
+    """Ranks were lost in a failed step: its worker would not run the step with the next number."""
     scheduler = Scheduler(SchedulerConfig(num_slots=400, context_len=100, max_rows=8))
     scheduler.add(make_request("a", [3] * 9, 30))
     first = scheduler.schedule()

@@ -1,4 +1,4 @@
-"""The order of the queue under each policy, and that nobody waits for ever."""
+"""The order of the queue under each policy, and bounded waiting times."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_retracted_requests_go_to_the_front_by_arrival() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lpm", "lof", "dfs-weight", "random"])
-def test_nobody_starves_under_steady_arrivals(policy: str) -> None:
+def test_no_request_starves_under_steady_arrivals(policy: str) -> None:
     cfg = config(policy=policy, max_rows=2, max_overtakes=8, num_slots=600)
     sim = Simulation(cfg, check_every=10)
     sim.add(make_request("warm", [3] * 40, 4))
@@ -158,7 +158,7 @@ def test_retraction_order() -> None:
     assert [r.rid for r in victim_order(some, config(policy="priority"))] == ["b", "a", "c", "d"]
 
 
-def test_retraction_keeps_the_computed_prefix_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_retraction_caches_the_computed_prefix_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     cfg = config(num_slots=56, init_new_token_ratio=0.0, retract_decode_steps=2)
     sim = Simulation(cfg)
     sim.keep_plans = True
@@ -243,10 +243,10 @@ def test_config_refuses_what_cannot_work() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["push", "push", "front", "remove", "admit", "clear"]), st.integers(0, 999))),
        st.sampled_from(["fcfs", "lof", "lpm", "random"]))  # fmt: skip
-def test_counts_of_the_queue_are_those_of_its_entries(steps: list[tuple[str, int]], policy: str) -> None:
+def test_queue_counts_match_its_entries(steps: list[tuple[str, int]], policy: str) -> None:
     queue = WaitingQueue(config(policy=policy))
     entries: list[Waiting] = []
-    ran: list[Request] = []  # requests that may step back
+    ran: list[Request] = []  # requests that may be retracted
     for now, (step, number) in enumerate(steps):
         if step == "push":
             request = make_request(str(now), [1, 2], 1 + number % 7)
@@ -268,8 +268,8 @@ def test_counts_of_the_queue_are_those_of_its_entries(steps: list[tuple[str, int
         assert queue.oldest_arrival() == min((entry.request.queued_at for entry in entries), default=None)
 
 
-def test_entries_that_left_are_not_kept() -> None:
-    """One request that never runs must not keep all that came after it."""
+def test_removed_entries_are_released() -> None:
+    """A request that never runs must not keep later requests alive in memory."""
     queue = WaitingQueue(config(policy="lof"))
     queue.push(make_request("old", [1], 1))
     for i in range(2000):

@@ -1,4 +1,4 @@
-"""The prefix tree against a dictionary of prefixes."""
+"""The radix cache against a dictionary of prefixes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_tree_agrees_with_a_dictionary(page: int) -> None:
         tokens = [t for _ in range(rng.randint(1, 6)) for t in [rng.randrange(3)] * page]
         if page > 1:  # pages that differ inside, and a last one that is not full
             tokens = [t if rng.random() < 0.99 else 9 for t in tokens][: len(tokens) - rng.randint(0, page - 1)]
-        if action < 0.5:  # a request: match, then insert the rest, keep or give up the lock
+        if action < 0.5:  # a request: match, then insert the rest, keep or release the lock
             limit = rng.randint(0, len(tokens))
             found = tree.peek(tokens, limit, key)
             want = oracle.length(key, tokens, limit)
@@ -85,7 +85,7 @@ def test_tree_agrees_with_a_dictionary(page: int) -> None:
             assert got == len(freed) and got >= min(want, could)
             for slot in freed[::page]:
                 oracle.forget(slot)
-        elif remembered:  # going on from a remembered node finds the same as starting anew
+        elif remembered:  # a match from a stored node equals a match from the root
             key, tokens, start = remembered.pop(rng.randrange(len(remembered)))
             assert tree.peek(tokens, len(tokens), key, start).length == oracle.length(key, tokens, len(tokens))
             remembered = remembered[-20:]
@@ -120,7 +120,7 @@ def test_locked_prefixes_stay() -> None:
     assert tree.evict(100) == 2 and tree.peek([1, 2, 3], 3).length == 2
 
 
-def test_what_a_step_in_flight_reads_is_freed_after_it() -> None:
+def test_slots_read_by_a_step_in_flight_are_freed_after_it() -> None:
     frees: list[tuple[list[int], int]] = []
     tree = RadixCache(1, lambda slots, after: frees.append((list(slots), after)))
     leaf = tree.insert(tree.root(), [1, 2, 3], [5, 6, 7], 0).node
@@ -132,7 +132,7 @@ def test_what_a_step_in_flight_reads_is_freed_after_it() -> None:
     assert frees == [([6, 7], 9), ([5], 9)]
 
 
-def test_namespaces_do_not_meet() -> None:
+def test_namespaces_are_separate() -> None:
     tree = RadixCache(1, lambda slots, after: None)
     tree.insert(tree.root("a"), [1, 2], [1, 2], 0)
     assert tree.peek([1, 2], 2, "a").length == 2
@@ -140,7 +140,7 @@ def test_namespaces_do_not_meet() -> None:
 
 
 def lines_of_a_match(length: int, same: int) -> int:
-    """Lines run to find that the first `same` tokens of a prompt are those of a cached one."""
+    """Lines run to match the first `same` tokens of a prompt with a cached one."""
     tokens = [random.randrange(100_000) for _ in range(length)]
     tree = RadixCache(1, lambda slots, after: None)
     tree.insert(tree.root(), tokens, list(range(length)), 0)

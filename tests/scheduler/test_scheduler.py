@@ -1,4 +1,4 @@
-"""The scheduler's promises one by one."""
+"""The scheduler's guarantees one by one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_finished_by_stop_token_wastes_one_decode_at_most() -> None:
     assert event.finish_reason is not None and event.finish_reason.to_dict() == {"type": "stop", "matched": 4}
     assert s.schedule() is None and not s.is_idle()
     assert answer(s, second) == [] and s.is_idle()
-    assert s.memory.tree.num_evictable == 2 and s.memory.slots.num_free == 998
+    assert s.kv_cache.tree.num_evictable == 2 and s.kv_cache.slots.num_free == 998
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -69,7 +69,7 @@ def test_the_last_token_is_not_cached(overlap: bool) -> None:
     sim.add(request)
     sim.run_to_end()
     known = request.prompt_ids + request.output_ids
-    assert sim.scheduler.memory.tree.peek(known, len(known)).length == len(known) - 1
+    assert sim.scheduler.kv_cache.tree.peek(known, len(known)).length == len(known) - 1
 
 
 def test_zero_new_tokens_is_prefill_only() -> None:
@@ -77,7 +77,7 @@ def test_zero_new_tokens_is_prefill_only() -> None:
     sim.add(make_request("a", list(range(10)), 0))
     sim.run_to_end()
     assert sim.outcomes["a"].reason == "length" and sim.outcomes["a"].tokens == []
-    assert sim.scheduler.memory.tree.num_evictable == 10
+    assert sim.scheduler.kv_cache.tree.num_evictable == 10
     sim.check_end()
 
 
@@ -164,7 +164,7 @@ def test_abort_with_nothing_in_flight_is_immediate_even_mid_chunk() -> None:
     sim.turn()
     sim.abort("a")
     assert sim.outcomes["a"].reason == "abort" and sim.scheduler.is_idle()
-    assert sim.scheduler.memory.tree.num_evictable == 8
+    assert sim.scheduler.kv_cache.tree.num_evictable == 8
     sim.check_end()
 
 
@@ -187,8 +187,8 @@ def test_no_row_write_goes_to_a_row_that_ended_meanwhile() -> None:
     s.add(make_request("a", [5] * 20, 9))
     s.add(make_request("b", [5] * 20, 1))
     first = plan(s)
-    s._absorb_prefills()  # as in a call of schedule() that came to nothing
-    assert len(s.book.row_writes) == 1
+    s._cache_prefills()  # as in a call of schedule() without a plan
+    assert len(s.table.row_writes) == 1
     answer(s, first)
     second = plan(s)
     assert second.row_writes == [] and second.finished_rows == [first.rows[1]]
@@ -227,7 +227,7 @@ def test_running_requests_get_a_turn_between_many_prompts() -> None:
     assert kinds == [0, 0, 1, 0, 0, 0, 1, 0, 0]
 
 
-def test_mixed_chunk_rides_along() -> None:
+def test_mixed_chunk() -> None:
     s = scheduler(chunked_prefill_size=8, enable_mixed_chunk=True)
     s.add(make_request("a", [5], 20, eos=False))
     answer(s, plan(s))
@@ -264,8 +264,8 @@ def test_flush_only_when_idle() -> None:
     made = plan(s)
     assert not s.flush_cache()
     answer(s, made)
-    assert s.memory.tree.num_evictable == 20 and s.flush_cache()
-    assert s.memory.tree.num_evictable == 0 and s.memory.slots.num_free == 1000
+    assert s.kv_cache.tree.num_evictable == 20 and s.flush_cache()
+    assert s.kv_cache.tree.num_evictable == 0 and s.kv_cache.slots.num_free == 1000
 
 
 def test_empty_plan_keeps_numbers_in_step() -> None:
@@ -279,15 +279,15 @@ def test_empty_plan_keeps_numbers_in_step() -> None:
 
 def test_a_leak_is_repaired_not_raised() -> None:
     s = scheduler()
-    s.memory.slots.take_pages(7)
-    s.memory.rows.take(1)
+    s.kv_cache.slots.take_pages(7)
+    s.kv_cache.rows.take(1)
     findings = s.check_integrity()
     assert len(findings) == 2 and "7 of 1000 were lost" in findings[0]
-    assert s.memory.slots.num_free == 1000 and s.check_integrity() == []
-    s.memory.slots.take_pages(3)
+    assert s.kv_cache.slots.num_free == 1000 and s.check_integrity() == []
+    s.kv_cache.slots.take_pages(3)
     s.add(make_request("a", [5], 1))
-    answer(s, plan(s))  # idle again: the count is off, so it is looked into
-    assert s.memory.slots.num_free + s.memory.tree.num_evictable == 1000
+    answer(s, plan(s))  # idle again: counts disagree, so the integrity check runs
+    assert s.kv_cache.slots.num_free + s.kv_cache.tree.num_evictable == 1000
 
 
 def test_ratio_decays_and_is_reset_when_idle() -> None:
@@ -304,7 +304,7 @@ def test_ratio_decays_and_is_reset_when_idle() -> None:
     assert s.ratio.value == start
 
 
-def test_admission_leaves_room_for_what_runs() -> None:
+def test_admission_reserves_room_for_running_requests() -> None:
     s = scheduler(num_slots=100, context_len=100)
     s.add(make_request("a", [5] * 10, 60))
     s.add(make_request("b", [6] * 10, 60))
@@ -354,7 +354,7 @@ def test_stats() -> None:
     assert s.stats().generation_tokens_total == 1
 
 
-def test_the_fake_model_knows_both_ends() -> None:
+def test_the_fake_model_has_both_finish_reasons() -> None:
     reasons = {expected_outputs(make_request(str(i), [i], 40))[1] for i in range(20)}
     assert reasons == {"stop", "length"}
 
@@ -380,12 +380,12 @@ def test_a_prefix_that_is_in_use_is_not_room() -> None:
     s.add(make_request("b", [5] * 70, 9, ignore_eos=True))  # 10 new and 9 more, but 60 of the 80 free are its prefix
     made = plan(s)
     assert made.num_decodes == 1 and made.new_rows == []
-    assert s.memory.tree.num_protected == 20 and s.check_integrity() == []
+    assert s.kv_cache.tree.num_protected == 20 and s.check_integrity() == []
 
 
 @pytest.mark.parametrize("same_namespace", [True, False])
 def test_only_a_prompt_of_its_own_namespace_is_worth_a_wait(same_namespace: bool) -> None:
-    """The prefix that a request of another `extra_key` computes can never be used."""
+    """A prefix computed by a request of another `extra_key` can never be shared."""
     s = scheduler()
     for rid, extra_key in ("a", "tenant"), ("b", "tenant" if same_namespace else None):
         s.add(make_request(rid, [5] * 60, 4, extra_key=extra_key))
@@ -406,6 +406,6 @@ def test_after_a_retraction_prompt_logprobs_are_not_asked_again() -> None:
         if s.stats().num_retracted and not late:
             late = True
             s.add(make_request("late", [9] * 4, 20, stop=(4,)))
-            assert [e.request.rid for e in s.book.queue.entries][1:] == ["late"], "the retracted request goes first"
+            assert [e.request.rid for e in s.table.queue.entries][1:] == ["late"], "the retracted request goes first"
         answer(s, made)
     assert late and specs == [LogprobSpec(0, 2), LogprobSpec(0, 2), LogprobSpec(None, 2)]

@@ -1,4 +1,4 @@
-"""Whole traces under random configurations: tokens, KV contents, budgets, progress, and a whole pool at the end."""
+"""Whole traces under random configurations: tokens, KV contents, budgets, progress, and no leaks at the end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 def play(
     sim: Simulation, rng: random.Random, num_requests: int, arrival: float, abort: float, long: bool = False
 ) -> None:
-    """Feeds a random trace, aborting now and then at any moment."""
+    """Runs a random trace, with random aborts at any time."""
     added = 0
     while added < num_requests:
         while added < num_requests and rng.random() < arrival:

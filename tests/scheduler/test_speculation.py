@@ -1,4 +1,4 @@
-"""Whole traces with speculation under random configurations: outputs as without it, and a whole pool in the end."""
+"""Whole traces with speculation under random configurations: outputs as without it, and no leaks at the end."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: in
     kept=st.integers(1, 6),
     by_length=st.booleans(),
 )
-def test_drafts_behind_the_end_are_not_judged(
+def test_drafts_behind_the_end_are_not_counted(
     depth: int, accepted: list[int], last: int, kept: int, by_length: bool
 ) -> None:
-    """Steps accept some of their drafts each; the last one, which accepts `last`, ends the request at token `kept`."""
+    """Each step accepts some drafts; the last one, which accepts `last`, ends the request at token `kept`."""
     accepted = [min(right, depth) for right in accepted]
     last, kept = min(last, depth), min(kept, min(last, depth) + 1)
     length = 1 + sum(right + 1 for right in accepted) + kept

@@ -1,7 +1,7 @@
-"""Flags drawn at random: what is accepted never makes a step that is larger than what its parts were made for.
+"""Flags drawn at random: accepted flags never lead to a step above the limits.
 
-The parts are the dispatcher's modes, recorded steps and the memory ledger; the steps are those that a scheduler plans
-under random loads, and the forwards that a worker makes of them: halves, drafting, following.
+Checked are the dispatcher's modes, CUDA graphs and the memory ledger; steps are planned by a scheduler under random
+loads, with the worker's forwards for them: halves, draft steps, draft extends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 def maybe(name: str, *values: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """A flag, or nothing."""
+    """A flag with a value, or no flag."""
     return st.sampled_from([{}, *({name: value} for value in values)])
 
 
@@ -63,7 +63,7 @@ DRAFTS: list[dict[str, Any]] = [
 
 @st.composite
 def flags(draw: st.DrawFn) -> dict[str, Any]:
-    """Of a launch; some contradict each other."""
+    """Flags of a launch; some contradict each other."""
     drafts = draw(st.sampled_from(DRAFTS))
     tp_size = draw(st.sampled_from([1, 2, 2, 2, 4]))
     groups = 1 if "speculative_eagle_topk" in drafts else draw(st.sampled_from([1, 1, tp_size]))
@@ -93,7 +93,7 @@ def resolved(folder: Path, asked: dict[str, Any], on_gpu: bool) -> ResolvedConfi
 
 
 class Parts:
-    """What was made of a configuration, asked for each forward that it is to carry."""
+    """The limits of a configuration, checked for each forward."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config, self.limits = config, config.limits
@@ -104,7 +104,7 @@ class Parts:
 
     def check(self, num_tokens: int, prefills: bool) -> None:
         """One forward of the model's layers."""
-        assert num_tokens <= self.limits.forward_tokens  # what the ledger counts activations for
+        assert num_tokens <= self.limits.forward_tokens  # tokens for which the ledger counts activations
         if not self.modes or not num_tokens:
             return
         groups = [num_tokens] * self.context.attn_dp_size
@@ -113,7 +113,7 @@ class Parts:
         assert max(sizes.shares) <= self.held[mode], (sizes, mode, self.held)
 
     def check_plan(self, plan: StepPlan) -> None:
-        """All forwards that are made of a plan."""
+        """All forwards of a plan."""
         prefills, limits, speculation = plan.num_decodes < len(plan.rows), self.limits, self.config.speculation
         assert limits.problem_of(plan.num_tokens, len(plan.rows)) is None
         self.check(plan.num_tokens, prefills)
@@ -124,7 +124,7 @@ class Parts:
         if speculation is None or plan.speculation is None or speculation.method != "nextn":
             return
         drafted, depth = sum(count > 1 for count in plan.counts[: plan.num_decodes]), plan.speculation.depth
-        for level in range(depth):  # a tree runs all its levels so far again
+        for level in range(depth):  # a tree recomputes all its levels so far
             self.check(drafted * (max(1, level * speculation.topk) if speculation.topk > 1 else 1), False)
         if plan.speculation.follow:  # the path of a tree is one longer than its depth
             again = self.config.model.num_nextn_predict_layers - 1
@@ -133,7 +133,7 @@ class Parts:
             self.check(sum(counts) + again * len(counts) if again else 0, True)
 
     def check_graphs(self) -> None:
-        """Every recorded step is a decode that the device's dispatcher carries without a wait, and is shown."""
+        """Every captured step is a decode that fits a low-latency dispatch, and is shown."""
         graphs, values = self.config.graphs, self.config.flat()
         if not graphs.sizes:
             return
@@ -146,7 +146,7 @@ class Parts:
             assert StepSizes.known(self.context, groups, groups, False).phase == "decode"
 
     def check_values(self) -> None:
-        """What is shown is what was made."""
+        """The shown values are those in use."""
         config, values = self.config, self.config.flat()
         assert values["chunked_prefill_size"] == config.chunked_prefill_size == self.limits.chunk
         assert config.max_running_requests <= self.limits.running
@@ -160,7 +160,7 @@ class Parts:
 
 
 def loads(rng: random.Random, sim: Simulation, longest: int) -> Iterator[None]:
-    """Prompts of all lengths, most above the limits of a step; some leave early."""
+    """Prompts of all lengths, most above the limits of a step; some are aborted."""
     for number in range(14):
         length = min(longest - 1, rng.choice([1, rng.randint(1, longest), longest]))
         new = rng.randint(1, min(12, longest - length))
@@ -172,7 +172,7 @@ def loads(rng: random.Random, sim: Simulation, longest: int) -> Iterator[None]:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(asked=flags(), layers=st.sampled_from(LAYERS), on_gpu=st.booleans(), seed=st.integers(0, 10**6))
-def test_no_plan_is_larger_than_its_parts(
+def test_no_plan_exceeds_the_limits(
     folders: dict[int, Path], asked: dict[str, Any], layers: int, on_gpu: bool, seed: int
 ) -> None:
     try:
@@ -196,7 +196,7 @@ def test_no_plan_is_larger_than_its_parts(
         parts.check_plan(plan)
 
 
-# -- the flags that meet
+# -- contradicting flags
 
 
 @pytest.mark.parametrize(
@@ -204,24 +204,24 @@ def test_no_plan_is_larger_than_its_parts(
     [
         ({"chunked_prefill_size": 300}, 24, ["--chunked-prefill-size 300", "chunks of 48"]),
         ({"chunked_prefill_size": -1}, 24, ["--chunked-prefill-size -1", "--context-length"]),
-        ({"max_running_requests": 60}, 24, ["--max-running-requests", "let 48 of them run"]),
+        ({"max_running_requests": 60}, 24, ["--max-running-requests", "run at most 48 of them"]),
         ({"page_size": 64}, 24, ["--page-size 64", "no chunk could fill a page"]),
         ({"speculative_algorithm": "NGRAM"}, 1, ["of up to 5 tokens (drafts)"]),
     ],
 )  # fmt: skip
-def test_what_low_latency_cannot_carry_is_refused(
+def test_steps_above_the_low_latency_capacity_are_refused(
     folders: dict[int, Path], asked: dict[str, Any], capacity: int, named: list[str]
 ) -> None:
     common = {"tp_size": 2, "moe_a2a_backend": "all_to_all", "deepep_mode": "low_latency"}
     common["max_dispatch_tokens_per_rank"] = capacity
     with pytest.raises(ConfigError) as caught:
         resolved(folders[1], common | asked, on_gpu=False)
-    for text in (*named, "--deepep-mode low_latency carries", "--max-dispatch-tokens-per-rank"):
+    for text in (*named, "--deepep-mode low_latency holds", "--max-dispatch-tokens-per-rank"):
         assert text in str(caught.value)
 
 
-def test_what_is_left_open_is_cut(folders: dict[int, Path]) -> None:
-    """The same flags without the numbers: they become what the dispatcher carries, with the reason."""
+def test_values_left_open_are_reduced(folders: dict[int, Path]) -> None:
+    """The same flags without the numbers: they resolve to the dispatcher's capacity, with the reason."""
     common = {"tp_size": 2, "moe_a2a_backend": "all_to_all", "deepep_mode": "low_latency"}
     config = resolved(folders[1], common | {"max_dispatch_tokens_per_rank": 24, "page_size": 16}, on_gpu=False)
     assert (config.chunked_prefill_size, config.max_running_requests) == (48, 48)
@@ -233,8 +233,8 @@ def test_what_is_left_open_is_cut(folders: dict[int, Path]) -> None:
     assert asked.limits.low_latency_tokens == 500
 
 
-def test_decodes_of_all_requests_travel_in_low_latency(folders: dict[int, Path]) -> None:
-    """Not only 128 tokens a rank; where memory is short, so many and a note, or the size that was asked for."""
+def test_decodes_of_all_requests_fit_low_latency(folders: dict[int, Path]) -> None:
+    """Not only 128 tokens a rank; with little memory 128 and a remark, or the given size."""
     common = {"tp_size": 2, "attn_dp_size": 2, "moe_a2a_backend": "all_to_all", "speculative_algorithm": "NEXTN"}
     config = resolved(folders[1], common | {"max_running_requests": 512}, on_gpu=True)
     assert config.limits.low_latency_tokens == 256 * 4 and not any("normal mode" in note for note in config.notes)

@@ -1,5 +1,5 @@
-"""A chain drafted in one call of a kernel, and a whole step in one call, are those of the separate calls: draft for
-draft, token for token."""
+"""A chain drafted in one kernel call, and a fused step, equal those of separate calls: draft for draft, token for
+token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _script(num_requests: int, temperature: float) -> list[Scripted]:
 
 
 class Ways:
-    """An engine whose steps are run as one call (`whole`), with chains as one (`chain`), or part by part (`parts`)."""
+    """An engine with fused steps (`whole`), with fused chains (`chain`), or with separate calls (`parts`)."""
 
     def __init__(self, path: Path, folder: Path, dtype: str, **flags: Any) -> None:
         settings = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
@@ -58,7 +58,7 @@ class Ways:
         self.num_whole += 1
 
     def run(self, way: str, script: list[Scripted]) -> tuple[list[Any], list[int], list[int]]:
-        """Tokens and log-probabilities of each answer, and how many drafts were proposed and accepted by position."""
+        """Tokens and log-probabilities of each answer, and proposed and accepted drafts by position."""
         self._step._whole = self._whole if way == "whole" else None
         self._layers._fused = None if way == "parts" else self._fused
         answers = self.engine.run(script).values()
@@ -85,14 +85,14 @@ def test_the_same_drafts(demo: Ways) -> None:
         whole, chain, parts = (demo.run(way, script) for way in ("whole", "chain", "parts"))
         assert whole == chain == parts
         assert demo.num_whole > before, "no step was run whole"
-        assert whole[2][0] > 0, "no draft was ever right: the comparison says little"
+        assert whole[2][0] > 0, "no draft was accepted: the comparison is not meaningful"
         plain = [answer.token_ids for answer in demo.engine.run(script, speculation=None).values()]
         exact = demo.engine.config.dtype == "float32"
         assert not exact or [tokens for tokens, _ in whole[0]] == plain, "drafts changed an answer"
 
 
 def test_steps_in_one_call_are_recorded(tmp_path: Path) -> None:
-    """Nothing is unfused for it, and the model's passes are counted as they are part by part."""
+    """Steps stay fused, and the model's passes are counted as with separate calls."""
     ways = Ways(CHECKPOINT_DIR, tmp_path, "float32", expert_distribution_recorder_mode="stat")
     try:
         if not ways._layers.fuses_drafts:
@@ -115,8 +115,8 @@ def test_steps_in_one_call_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("demo", ["float32"], indirect=True)
-def test_steps_that_ask_for_more_are_run_in_parts(demo: Ways) -> None:
-    """Log-probabilities, penalties, an end token that a draft may hold: what one call cannot do it is not asked for."""
+def test_steps_with_further_features_are_not_fused(demo: Ways) -> None:
+    """Log-probabilities, penalties, end tokens among drafts: steps with unsupported features are not fused."""
     asked = _script(6, 0.7)
     asked[0].logprob = True
     asked[1].sampling |= {"frequency_penalty": 0.5}
@@ -129,7 +129,7 @@ def test_steps_that_ask_for_more_are_run_in_parts(demo: Ways) -> None:
     assert len(whole[0][2][0]) < 24, "the end token never came"
 
 
-def test_layers_that_take_turns(tmp_path: Path) -> None:
+def test_two_mtp_layers(tmp_path: Path) -> None:
     """Two MTP layers: their chain is one call, the step is not."""
     path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=5, num_mtp_layers=2)
     ways = Ways(path, tmp_path, "float32")

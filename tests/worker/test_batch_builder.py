@@ -29,13 +29,13 @@ def _rows() -> RequestRows:
 def plans(draw: st.DrawFn) -> StepPlan:
     rows = draw(st.permutations(range(MAX_ROWS)))[: draw(st.integers(1, MAX_ROWS))]
     num_decodes = draw(st.integers(0, len(rows)))
-    short = draw(st.booleans())  # all that is left of each prompt is its last token
+    short = draw(st.booleans())  # only the last token of each prompt remains
     starts, counts, samples, new_rows, writes = [], [], [], [], []
     for i, row in enumerate(rows):
         starts.append(draw(st.sampled_from([0, 1]) | st.integers(0, CONTEXT - 12)))
         counts.append(1 if i < num_decodes or short else draw(st.integers(1, 12)))
         samples.append(i < num_decodes or short or draw(st.booleans()))
-        if i >= num_decodes and draw(st.booleans()):  # enters, perhaps after a retraction, with a cached prefix
+        if i >= num_decodes and draw(st.booleans()):  # added, possibly after a retraction, with a cached prefix
             tokens = [1] * (starts[i] + counts[i])
             cached = [1000 * row + t for t in range(starts[i])]
             new_rows.append(NewRow(row, f"r{row}", tokens, 1, cached, SamplingParams(), 0, frozenset()))
@@ -104,7 +104,7 @@ def test_any_plan(plan: StepPlan, break_even: float, deterministic: bool) -> Non
 
 
 def test_last_tokens_of_two_prompts_in_two_forms() -> None:
-    """All tokens are sampled, and yet not in the plan's order: the second prompt's form goes first."""
+    """All tokens are sampled, but not in the plan's order: the second prompt's form comes first."""
     new = [
         NewRow(0, "a", [7], 1, [], SamplingParams(), 0, frozenset()),
         NewRow(1, "b", [1, 2, 3, 4, 5, 8], 6, [9, 10, 11, 12, 13], SamplingParams(), 0, frozenset()),
@@ -119,7 +119,7 @@ def test_last_tokens_of_two_prompts_in_two_forms() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), count=st.integers(1, MAX_ROWS))
-def test_repeated_decodes_take_the_short_way(data: st.DataObject, count: int) -> None:
+def test_repeated_decodes_take_the_fast_path(data: st.DataObject, count: int) -> None:
     rows, form = _rows(), MLAFormPolicy()
     builder, plain = BatchBuilder(rows, 1, form, STREAM), BatchBuilder(rows, 1, form, STREAM)
     members = data.draw(st.permutations(range(MAX_ROWS)))[:count]

@@ -1,4 +1,4 @@
-"""Greedy tokens of the runner, under hostile scheduling, are those of transformers' generate."""
+"""Greedy tokens of the runner, under random scheduling, equal those of transformers' generate."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_logprobs_are_those_of_the_model(oracle, worker: Worker) -> None:
             assert entry.asked == pytest.approx([row[t].item() for t in spec.token_ids], abs=2e-3)
 
 
-def test_steps_may_be_given_ahead_of_results(oracle, worker: Worker) -> None:
-    """Decodes take their token from the device: five steps are queued before the first result is read."""
+def test_steps_may_be_submitted_before_results(oracle, worker: Worker) -> None:
+    """Decodes read their token on the device: five steps are queued before the first result is read."""
     prompt = _prompts(4, 1)[0]
     count = len(prompt)
     sampling = SamplingParams(temperature=0.0, min_new_tokens=NUM_NEW)

@@ -1,4 +1,4 @@
-"""Shapes, bytes, zeros, and memory that is taken only when used."""
+"""Shapes, bytes, zeros, and memory that is committed only when used."""
 
 from __future__ import annotations
 

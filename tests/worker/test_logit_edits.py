@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden ends against a naive computation."""
+"""Penalties, biases and forbidden end tokens against a naive computation."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ KINDS = [
 
 
 class Life:
-    """Rows that come, compute tokens, sample, share prefixes, are re-pointed, retracted and come back.
+    """Rows that are added, compute tokens, sample, share prefixes, switch slots, are retracted and resume.
 
-    `texts[row]`: parameters, prompt, outputs; the last output is not computed. What is rejected stands behind.
+    `texts[row]`: parameters, prompt, outputs; the last output is not computed. Rejected drafts are behind.
     """
 
     def __init__(self, seed: int) -> None:
@@ -66,14 +66,14 @@ class Life:
         return self.pick.integers(0, VOCAB, count).tolist()
 
     def enter(self, row: int, p: SamplingParams, prompt: list[int], outputs: list[int], cached: list[int]) -> None:
-        """`cached`: slots of the beginning, which another request computed, noted or not."""
+        """`cached`: slots of the prefix, which another request computed, with stored tokens or without."""
         new = NewRow(row, "r", prompt + outputs, len(prompt), cached, p, 0, EOS)
         self.rows.apply([], [new], [])
         self.texts[row], self.slots[row] = (p, prompt, list(outputs)), list(cached)
         self.compute(row, (prompt + outputs)[len(cached) :])
 
     def compute(self, row: int, tokens: list[int]) -> None:
-        """The row's next slots hold these."""
+        """Appends tokens to the row's next slots."""
         fresh = [self.free.pop() for _ in tokens]
         begin = len(self.slots[row])
         self.rows.slot_table[row, begin : begin + len(fresh)] = torch.tensor(fresh, dtype=torch.int32)
@@ -86,12 +86,12 @@ class Life:
         return self.texts.pop(row)
 
     def give_back(self, slots: list[int]) -> None:
-        """Those that no row has any more."""
+        """Slots without a row."""
         held = {slot for own in self.slots.values() for slot in own}
         self.free = [slot for slot in slots if slot not in held] + self.free
 
     def point_elsewhere(self, row: int) -> None:
-        """The same tokens in other slots, which were not noted."""
+        """The same tokens in other slots, without stored tokens."""
         begin, end = sorted(self.pick.integers(0, len(self.slots[row]) + 1, 2).tolist())
         fresh = [self.free.pop() for _ in range(end - begin)]
         self.rows.apply([], [], [RowWrite(row, begin, fresh)])
@@ -133,7 +133,7 @@ def random_logits(pick: np.random.Generator, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("scratch", [penalties.EDIT_BYTES, 3000])
 @pytest.mark.parametrize("seed", range(3))
 def test_against_naive_over_a_random_life(monkeypatch: pytest.MonkeyPatch, scratch: int, seed: int) -> None:
-    """One token a step: rows come, sample, are retracted and re-enter; what they have said follows."""
+    """One token a step: rows are added, sample, are retracted and resume with their outputs."""
     monkeypatch.setattr(penalties, "EDIT_BYTES", scratch)
     monkeypatch.setattr(logit_edits, "EDIT_BYTES", scratch // 20)
     life = Life(seed)
@@ -155,14 +155,14 @@ def test_against_naive_over_a_random_life(monkeypatch: pytest.MonkeyPatch, scrat
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_nodes_of_drafts_against_naive(seed: int, tree: bool) -> None:
-    """At each node the path above counts, rejected drafts do not, and prompts in the same step are as ever."""
+    """At each node the path above counts, rejected drafts do not, and prompts in the same step are unaffected."""
     life = Life(seed)
     for number in range(60):
         life.step(number)
         if not life.texts or not any(len(s) < CONTEXT - 8 for s in life.slots.values()):
             continue
         rows, pick = life.some(), life.pick
-        num = int(pick.integers(0, len(rows) + 1))  # these are drafted for, the others are prompts
+        num = int(pick.integers(0, len(rows) + 1))  # these get drafts, the others are prompts
         nodes = 6
         parents = torch.full((num, nodes), -1)
         for node in range(1, nodes):
@@ -193,7 +193,7 @@ def test_nodes_of_drafts_against_naive(seed: int, tree: bool) -> None:
         life.rows.edits.apply(logits, np.array(drafted), np.array(lengths), life.rows.slot_tokens, text)
         for i, row in enumerate(drafted):
             assert logits[i].tolist() == pytest.approx(life.expected(before[i], row, paths[i]), abs=1e-5)
-        for d, row in enumerate(rows[:num].tolist()):  # the root stays, its drafts are rejected
+        for d, row in enumerate(rows[:num].tolist()):  # the root is kept, its drafts are rejected
             life.texts[row][2].append(int(drafts[d, 0]))
             rejected = life.slots[row][ends[row] + 1 :]
             del life.slots[row][ends[row] + 1 :]
@@ -203,7 +203,7 @@ def test_nodes_of_drafts_against_naive(seed: int, tree: bool) -> None:
 @pytest.mark.parametrize("vocab", [1000, 50_000])
 @pytest.mark.parametrize("tree", [False, True])
 def test_scratch_memory_is_what_the_ledger_holds(monkeypatch: pytest.MonkeyPatch, tree: bool, vocab: int) -> None:
-    """However many rows have penalties, and however long their texts; one row has what its own text needs."""
+    """For any number of rows with penalties and any lengths; a single row takes what its own length needs."""
     num_rows, length, allowed = 12, 9000, 4 << 20
     monkeypatch.setattr(penalties, "EDIT_BYTES", allowed)
     rows = RequestRows(num_rows, length + 8, vocab, DeviceStream("cpu"))
@@ -234,15 +234,15 @@ def test_biases_come_in_pieces_that_are_bounded(counts: list[int], most: int, ba
     assert all(len(rows) <= max(most, *counts) for rows, _, _ in pieces)
 
 
-def test_a_row_without_wishes_costs_nothing() -> None:
+def test_a_row_without_processors_costs_nothing() -> None:
     rows = RequestRows(4, CONTEXT, VOCAB, DeviceStream("cpu"))
     rows.apply([], [NewRow(1, "r", [1], 1, [], SamplingParams(), 0, EOS)], [])
     assert not rows.edits.active and not rows.edits.penalties.active
-    rows.note_tokens(torch.tensor([1]), torch.tensor([5]))  # there is nowhere to put it, and no need
+    rows.note_tokens(torch.tensor([1]), torch.tensor([5]))  # no storage is allocated, and none is needed
 
 
 def test_nothing_grows_with_requests_that_have_penalties() -> None:
-    """However many rows have them, nothing is allocated that stays."""
+    """For any number of rows, nothing stays allocated."""
     rows = RequestRows(64, CONTEXT, VOCAB, DeviceStream("cpu"))
     rows.keep_tokens(NUM_SLOTS)
 

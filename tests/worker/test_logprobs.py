@@ -15,7 +15,7 @@ STREAM = DeviceStream("cpu")
 VOCAB = 50
 
 
-def test_tokens_rivals_and_asked_ids() -> None:
+def test_sampled_top_and_requested_tokens() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     tokens = torch.tensor([4, 49, 0, 7])
     specs = [LogprobSpec(None, 0), LogprobSpec(None, 3), LogprobSpec(None, 50), LogprobSpec(None, 0, (9, 9, 1))]
@@ -46,7 +46,7 @@ def test_prompt_in_chunks(rows_at_once: int, start: int, cached: int) -> None:
         return states
 
     entries = []
-    for begin, end in ((cached, 11), (11, 12), (12, 20), (20, 24)):  # the last recomputes outputs: nothing to say
+    for begin, end in ((cached, 11), (11, 12), (12, 20), (20, 24)):  # the last recomputes outputs only
         wanted = PromptLogprobs(prompt, spec, cached)
         found = prompt_logprobs(6, wanted, begin, hidden[begin:end], logits_of, rows_at_once, VOCAB, STREAM)
         if found is not None:

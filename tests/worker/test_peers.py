@@ -1,4 +1,4 @@
-"""Results that a device computed without one of its peers."""
+"""Results that a device computed without a lost peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_engine.worker.worker import _collect
 
 @dataclass
 class Watching:
-    """A dispatcher whose device gives up a peer while the results are on their way."""
+    """A dispatcher whose device drops a peer while results are being downloaded."""
 
     taken: bool = False
 
@@ -26,7 +26,7 @@ class Watching:
             raise PeerLost("ranks [1] did not come")
 
 
-def test_they_are_an_error_and_no_answer():
+def test_results_without_a_peer_are_an_error():
     dispatcher: Any = Watching()
 
     def take() -> StepResult:
@@ -39,7 +39,7 @@ def test_they_are_an_error_and_no_answer():
         future.result(0)
 
 
-def test_without_peers_there_is_nothing_to_ask():
+def test_without_peers_nothing_is_checked():
     future: Future[StepResult] = Future()
     result = StepResult(0, [], [])
     _collect(SimpleNamespace(take=lambda: result), future, SINGLE)

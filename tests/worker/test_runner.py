@@ -1,4 +1,4 @@
-"""A step's life: results in the plan's order, failures with a name, broken rows alone, Python time."""
+"""The model runner: results in the plan's order, named failures, isolated broken rows, Python overhead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class NextToken:
-    """Favours token + 1; the token 13 makes NaN, the token 14 an exception."""
+    """Predicts token + 1; the token 13 gives NaN, the token 14 raises."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -91,7 +91,7 @@ def test_empty_plans_only_update_rows() -> None:
 LOGPROB_SAMPLING = SamplingParams(temperature=0.0, repetition_penalty=1.5, logit_bias=((40, 1e4),))
 
 
-def test_logprobs_are_of_the_raw_logits_and_only_for_who_asks() -> None:
+def test_logprobs_are_of_the_raw_logits_and_only_on_request() -> None:
     runner = _runner()
     spec = LogprobSpec(None, 2, (3,))
     news = [_new(0, [1, 2]), _new(1, [8], LOGPROB_SAMPLING, logprobs=spec), _new(2, [13], logprobs=spec)]
@@ -127,7 +127,7 @@ def test_a_failing_step_names_itself_and_the_next_one_runs() -> None:
 
 
 def test_sampled_requests_repeat_after_a_retraction() -> None:
-    """The same request, alone or in company, retracted in the middle or not, draws the same tokens."""
+    """The same request samples the same tokens, alone or with others, retracted midway or not."""
     never = ((13, -1e9), (14, -1e9))  # what breaks the model
     sampling = SamplingParams(temperature=30.0, top_p=0.95, frequency_penalty=0.5, logit_bias=never)
     new = _new(0, [10, 11], sampling)
@@ -165,7 +165,7 @@ def _use(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tables, family, rows)
 
 
-def test_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch)
     backends = kernel_choice.build_backends(Device("cpu", "test"), Need("float32"), {"ops": "torch"})
     assert isinstance(backends.linear, Plain) and isinstance(backends.attention, Plain)
@@ -178,16 +178,16 @@ def test_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refused_rows_are_logged_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A machine without a compiler serves with torch rows, and says so once."""
+    """A machine without a compiler uses torch rows, and logs it once."""
     _use(monkeypatch)
     tables.OPS[1] = dataclasses.replace(tables.OPS[1], why_not=lambda device, need: "needs a compiler")  # all share it
     kernel_choice.build_backends(Device("cpu", "test"), Need("float32"), {"ops": "torch"})
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "linear, experts, attention, sampling: torch kernels serve, because cpu needs a compiler"
+    assert line == "linear, experts, attention, sampling: using torch kernels, because cpu needs a compiler"
 
 
 @pytest.mark.parametrize("asked", [{"experts": "cpu"}, {"experts": "nonsense"}])
-def test_what_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]) -> None:
+def test_a_named_backend_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]) -> None:
     _use(monkeypatch)
     with pytest.raises(ConfigError, match=asked["experts"]):
         kernel_choice.build_backends(Device("cpu", "test"), Need("float32"), asked)
@@ -218,7 +218,7 @@ def decode_cost(count: int) -> tuple[int, int]:
 
 
 def test_a_decode_step_runs_few_lines_and_no_operation_for_each_row() -> None:
-    """`benchmarks/host_time.py` has the time they take."""
+    """`benchmarks/host_time.py` measures their time."""
     few, many = decode_cost(8), decode_cost(256)
     assert many[0] == few[0]
     assert many[1] - few[1] <= 2 * (256 - 8)

@@ -1,4 +1,4 @@
-"""Drawn tokens follow the stated semantics, and only a row's own numbers."""
+"""Sampled tokens follow the documented semantics, and depend only on the row's own parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARAMS = [
 
 
 def reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """The distribution in float64, by the book."""
+    """The distribution by definition, in float64."""
     scaled = logits.astype(np.float64) / params.temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
@@ -104,7 +104,7 @@ def test_distribution(kernel: SamplingKernel, values: dict) -> None:
 )
 @pytest.mark.parametrize(("vocab", "num_rows"), [(3000, 64), (20_000, 16)])
 def test_large_vocabulary_token_by_token(kernel: SamplingKernel, values: dict, vocab: int, num_rows: int) -> None:
-    """With the uniform number known, the token follows; sums in float32 may tip one near a boundary."""
+    """With a known uniform number the token is known; float32 sums may change a token near a boundary."""
     params = SamplingParams(**{"temperature": 1.0} | values)
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 2, (num_rows, vocab)).astype(np.float32))
     sampler = make(kernel, [params] * num_rows, vocab)
@@ -216,7 +216,7 @@ def test_entering_a_sampled_request_ends_the_greedy_way(kernel: SamplingKernel) 
 
 
 def test_a_row_may_come_several_times(kernel: SamplingKernel) -> None:
-    """The nodes of a draft tree: each draws as its row would at that length, whatever stands beside it."""
+    """The nodes of a draft tree: each samples as its row would at that length, whatever the other rows."""
     params, vocab = [SamplingParams(**p) for p in PARAMS] + [SamplingParams(temperature=0.0)], 700
     generator = np.random.default_rng(8)
     rows, lengths = generator.integers(0, len(params), 60), generator.integers(1, 30, 60)
@@ -259,7 +259,7 @@ def test_probabilities_of_greedy_rows(kernel: SamplingKernel) -> None:
 
 
 def test_entering_a_request_changes_what_is_gathered(kernel: SamplingKernel) -> None:
-    """Steps of the same rows share what was gathered for them, until a row is entered."""
+    """Steps of the same rows share gathered parameters, until a row is added."""
     state = SamplingState(2, 4)
     sampler = Sampler(state, STREAM, kernel)
     for row in range(2):

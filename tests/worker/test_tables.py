@@ -1,4 +1,4 @@
-"""Integers of the rows on the host and on a made-up device; `DeviceStream.arrays`."""
+"""Integer tables on the host and on a fake accelerator; `DeviceStream.arrays`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _table(stream: DeviceStream, values: np.ndarray, dtype: torch.dtype) -> tupl
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([torch.int32, torch.int64]), st.booleans())
 def test_a_table_is_its_flat_array(seed: int, dtype: torch.dtype, remote: bool) -> None:
-    """Takes and puts by tensors, by `arrays`, and from the host, against numpy indexing."""
+    """Reads and writes with tensors, with `arrays`, and from the host, against numpy indexing."""
     rng = np.random.default_rng(seed)
     stream = FakeAccelerator() if remote else DeviceStream("cpu")
     expected = rng.integers(-9, 1 << 30, (rng.integers(1, 5), rng.integers(1, 7)))

@@ -1,4 +1,4 @@
-"""EPLB among running ranks: the plan's balance comes true, and no token notices that experts move."""
+"""EPLB on running ranks: the planned balance is reached, and moving experts changes no token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A router whose bias prefers a few experts strongly, others in another layer."""
+    """A router whose bias strongly prefers a few experts, different ones per layer."""
     path = make_checkpoint(
         "deepseek_v3", tmp_path_factory.mktemp("skewed"), 3, tokenizer=False,
         n_routed_experts=EXPERTS, n_group=1, topk_group=1, num_hidden_layers=LAYERS, first_k_dense_replace=0,
@@ -49,7 +49,7 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafting(skewed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Such a router, which is alike in both layers and in an MTP layer behind them."""
+    """Such a router, equal in both layers and in the MTP layer."""
     path = make_checkpoint(
         "deepseek_v3", tmp_path_factory.mktemp("drafting"), 5, tokenizer=False, num_mtp_layers=1,
         n_routed_experts=EXPERTS, n_group=1, topk_group=1, num_hidden_layers=LAYERS, first_k_dense_replace=0,
@@ -95,7 +95,7 @@ WAYS = {
     "all-see-all": (Topology(4, ep_size=4), "dynamic", "torch", 1),
     "allgather": (Topology(4, ep_size=4, moe_a2a_backend="allgather"), "static", "cpu", 2),
     "dp-all_to_all": (Topology(4, attn_dp_size=2, ep_size=4, moe_a2a_backend="all_to_all"), "dynamic", "torch", 1),
-    "cut": (Topology(4, ep_size=2), "dynamic", "cpu", 1),  # an expert's halves move with each other
+    "cut": (Topology(4, ep_size=2), "dynamic", "cpu", 1),  # both shards of an expert move together
 }
 
 
@@ -105,7 +105,7 @@ def settings(dispatch: str, layers_at_once: int, **more: Any) -> ExpertSettings:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_balance_rises_as_planned_and_no_token_notices(
+def test_balance_rises_as_planned_and_tokens_do_not_change(
     world: World, skewed: Path, prompts: list[list[int]], alone: Any, way: str
 ) -> None:
     topology, dispatch, row, layers_at_once = WAYS[way]
@@ -121,7 +121,7 @@ def test_balance_rises_as_planned_and_no_token_notices(
         assert all((a == b).all() for a, b in zip(seen.tables, first.tables)), f"rank {rank} has other tables"
     layout = ExpertLayout(EXPERTS, topology.ep_size, REDUNDANT)
     trivial = ExpertPlacement.trivial(layout, LAYERS)
-    begins = INTERVAL + ASK_EVERY  # steps on the trivial placement, before the first chunk is in place
+    begins = INTERVAL + ASK_EVERY  # steps on the trivial placement, before the first chunk is swapped in
     assert all((table == trivial.physical_to_logical).all() for table in first.tables[: begins + 1])
     counted = counts[:INTERVAL].sum(0)
     planned = plan_placement(counted, layout, "auto", trivial, MIN_GAIN)
@@ -173,7 +173,7 @@ def last_tables(chunks: list[Any], start: ExpertPlacement) -> np.ndarray:
 
 
 def test_measured_loads_are_the_planned_ones(world: World, skewed: Path, prompts: list[list[int]], alone: Any) -> None:
-    """What really arrives at the ranks, by the dispatcher's count, in the placement that a plan made."""
+    """Tokens that the ranks receive, by the dispatcher's count, with a planned placement."""
     layout = ExpertLayout(EXPERTS, 4, REDUNDANT)
     counts = alone[1].sum(0)
     plan = plan_placement(counts, layout)
@@ -193,7 +193,7 @@ def test_measured_loads_are_the_planned_ones(world: World, skewed: Path, prompts
     assert found["plan"] > found["trivial"] + 0.15, found
 
 
-def test_nothing_moves_where_it_is_even_enough(world: World, skewed: Path, prompts: list[list[int]]) -> None:
+def test_nothing_moves_above_the_threshold(world: World, skewed: Path, prompts: list[list[int]]) -> None:
     case = Case(skewed, Topology(4, ep_size=4), settings("dynamic", 1, enough=0.01))
     ranks = world.ranks.call(run_balanced, case, prompts[: 2 * INTERVAL + ASK_EVERY], timeout_s=60.0)
     for seen in ranks:
@@ -201,7 +201,7 @@ def test_nothing_moves_where_it_is_even_enough(world: World, skewed: Path, promp
         assert seen.states[-1]["eplb"]["experts_received"] == 0
 
 
-def test_programs_survive_the_wire() -> None:
+def test_plans_survive_encoding() -> None:
     rng, layout = np.random.default_rng(12), ExpertLayout(12, 4, 4)
     old, new = (plan_placement(rng.lognormal(3, 1, (3, 12)), layout) for _ in range(2))
     chunks = list(plan_moves(old, new, chunk_size=2))

@@ -1,4 +1,4 @@
-"""The live page in a real browser, if there is one: it polls the server and draws the data."""
+"""The live page in a real browser, if installed: it polls the server and draws the response."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_MS = 3500  # of the page's own clock
 
 
 class GrowingClient(RecordingClient):
-    """A running recording: ten more tokens for one expert at each poll."""
+    """A running recording: ten more tokens for one expert with each request of the page."""
 
     async def call(self, method: str, **args: Any) -> Any:
         if method != "expert_snapshot":

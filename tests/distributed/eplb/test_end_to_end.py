@@ -1,6 +1,6 @@
-"""A server as a user starts it: recorded, seen, dumped, and the dump used to place experts at the next start.
+"""A server as started by a user: experts are recorded, viewed and dumped; the dump places experts at the next start.
 
-It has two replicas: what both have counted is one dump.
+It has two replicas, whose counts are one dump.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Expert flags: their resolution, and refusals with the fix."""
+"""Expert flags: resolved settings, and refusals with the fix."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def resolved(
 EP2, EP4 = Topology(2, ep_size=2), Topology(4, ep_size=4, moe_a2a_backend="allgather")
 
 
-def test_nothing_asked(models: dict[str, ModelConfig]) -> None:
+def test_no_flags(models: dict[str, ModelConfig]) -> None:
     for model in models.values():
         settings, decided = resolved(model, "")
         assert not settings.places_experts and settings.recorder_mode is None and not settings.reports
         assert not decided
 
 
-def test_what_flags_become(models: dict[str, ModelConfig]) -> None:
+def test_resolved_settings(models: dict[str, ModelConfig]) -> None:
     model = models["deepseek_v3"]
     settings, _ = resolved(model, "--expert-distribution-recorder-mode per_token")
     assert (settings.recorder_mode, settings.buffer_size, settings.directory) == ("per_token", 1000, Path("/dumps"))
@@ -86,7 +86,7 @@ def test_refusals(models: dict[str, ModelConfig], text: str, topology: Topology,
     assert words in str(refusal.value)
 
 
-def test_later_algorithms(models: dict[str, ModelConfig]) -> None:
+def test_unsupported_algorithms(models: dict[str, ModelConfig]) -> None:
     for text in ("--eplb-algorithm deepseek_vec", "--ep-dispatch-algorithm lp"):
         with pytest.raises(NotAvailableYet, match=text.split()[0]):
             resolved(models["deepseek_v3"], text)
@@ -97,7 +97,7 @@ def test_a_model_without_experts(models: dict[str, ModelConfig]) -> None:
         resolved(models["llama"], "--expert-distribution-recorder-mode stat")
 
 
-def test_locations_that_are_there(models: dict[str, ModelConfig], tmp_path: Path) -> None:
+def test_existing_locations(models: dict[str, ModelConfig], tmp_path: Path) -> None:
     text = json.dumps({"logical_count": [[1]]}, separators=(",", ":"))
     file = tmp_path / "map.json"
     file.write_text(text)

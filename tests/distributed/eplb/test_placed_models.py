@@ -1,4 +1,4 @@
-"""Experts in other slots than their own, with copies: the same logits as one rank, and every choice counted once."""
+"""Placed and redundant experts: the same logits as one rank, and every choice counted once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def shuffled(path: Path, redundant: int, seed: int) -> str:
-    """A placement as --init-expert-location takes it: every expert somewhere, and copies of some."""
+    """A placement for --init-expert-location: every expert, and replicas of some."""
     config, rng = load_model_config(path), np.random.default_rng(seed)
     assert config.moe is not None
     experts = config.moe.num_experts
@@ -104,11 +104,11 @@ def test_one_rank_with_copies(checkpoint: Callable[[str], Path]) -> None:
 
 
 def test_many_ranks(world: World, checkpoint: Callable[[str], Path]) -> None:
-    """Every way to spread experts: all ranks see all tokens, or tokens travel, with DP attention or without."""
+    """Every form of EP: all ranks process all tokens, or tokens are dispatched, with DP attention or without."""
     n = world.n
     ways = [
         (Topology(n, ep_size=n), "dynamic", "stat"),
-        (Topology(n, attn_dp_size=2, ep_size=2), "dynamic", "stat"),  # with 4 ranks also cut by width
+        (Topology(n, attn_dp_size=2, ep_size=2), "dynamic", "stat"),  # with 4 ranks also sharded by width
         (Topology(n, ep_size=n, moe_a2a_backend="allgather"), "static", "stat_approx"),
         (Topology(n, attn_dp_size=n, ep_size=n, moe_a2a_backend="all_to_all"), "static", "stat"),
         (Topology(n, attn_dp_size=n, ep_size=n, moe_a2a_backend="shared_memory"), "dynamic", "stat_approx"),

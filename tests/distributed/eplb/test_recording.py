@@ -1,4 +1,4 @@
-"""Recording in a worker of one rank, in every mode and on both ways through a layer, against the router itself."""
+"""Recording in a worker of one rank, in every mode and on both paths through a layer, against the router itself."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(worker: Worker, steps: list[StepPlan]) -> list[list[list[int]]]:
 
 
 def spy_on_routers(worker: Worker, seen: Choices) -> None:
-    """Records each layer's router output itself, independently of the recorder."""
+    """Records each layer's router output in its own call, independent of the recorder."""
     worker.runner.model._stack = None  # type: ignore[attr-defined]
     layers = moe_layers(worker.runner.model)
     first = min(layers)
@@ -148,7 +148,7 @@ def test_a_worker_records_what_its_routers_choose(
 def test_drafts_are_not_recorded_and_change_nothing(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model with an MTP layer in front of it and copies of its experts: the target's passes alone count."""
+    """A model with an MTP drafter and redundant experts: only the target's passes count."""
     flags = {"expert_distribution_recorder_mode": "stat", "ep_num_redundant_experts": 3}
     worker = make_worker(checkpoint, tmp_path, "cpu", monkeypatch, speculative_algorithm="NEXTN", **flags)
     worker.call_all("start_experts").result()
@@ -166,15 +166,15 @@ Attached = tuple[Any, list[Any], bool]
 
 
 def attached(worker: Worker) -> Attached:
-    """All that a step could come by: the model run, who is told in each layer and where it counts, the stack's own."""
+    """Everything on a step's path: the model, each layer's recorder and counter, the stack's recording."""
     model: Any = worker.runner.model
     decoder = model._model if isinstance(model, ExpertRecordingModel) else model
-    told = [(moe._recorder, moe._counted_at, moe._routed.__dict__.get("on_arrival")) for moe in decoder.moes]
-    return type(model), told, decoder.stack is not None and decoder.stack.records_experts
+    layers = [(moe._recorder, moe._counted_at, moe._routed.__dict__.get("on_arrival")) for moe in decoder.moes]
+    return type(model), layers, decoder.stack is not None and decoder.stack.records_experts
 
 
 def calls_of_a_step(worker: Worker, step: StepPlan) -> Counter[Any]:
-    """Python functions that the thread of the steps calls, by code; those of C among them, by name."""
+    """Python functions that the step thread calls, by code; C functions by name."""
     seen: Counter[Any] = Counter()
 
     def note(frame: Any, event: str, function: Any) -> None:
@@ -196,7 +196,7 @@ def calls_of_a_step(worker: Worker, step: StepPlan) -> Counter[Any]:
 
 @pytest.mark.parametrize("row", ["torch", "cpu"])
 @pytest.mark.parametrize("mode", ["stat", "stat_approx", "per_pass", "per_token"])
-def test_off_is_what_it_is_without_a_recorder(
+def test_stopped_recording_has_no_overhead(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, row: str
 ) -> None:
     plain = make_worker(checkpoint, tmp_path, row, monkeypatch)
@@ -239,10 +239,10 @@ def test_what_recording_costs_a_fused_step_does_not_grow_with_the_layers(
     assert 0 < more[0] == more[1] < 60, "nothing is called for a layer"
 
 
-def test_where_a_pass_is_is_told_through_the_recorder(
+def test_the_layer_of_a_pass_is_visible_through_the_recorder(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the line that names a rank which is late."""
+    """For the log line of a late rank."""
     worker = make_worker(checkpoint, tmp_path, "torch", monkeypatch, expert_distribution_recorder_mode="stat")
     worker.call_all("start_experts").result()
     phases = []
@@ -274,8 +274,8 @@ def test_without_the_flag_nothing_is_attached(
     worker.close()
 
 
-def test_a_take_that_a_lost_rank_broke_off_is_a_loss_and_no_error(tmp_path: Path) -> None:
-    """Other ranks may have answered already, so asking again would not bring it back."""
+def test_a_take_aborted_by_a_lost_rank_is_a_loss_and_no_error(tmp_path: Path) -> None:
+    """Other ranks may have answered already, so a retry would not recover the data."""
 
     class Losing:
         def call_all(self, method: str) -> Future[list[Any]]:

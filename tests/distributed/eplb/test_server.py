@@ -1,4 +1,4 @@
-"""Expert-recording endpoints: SGLang's responses, keys, and errors with recording off."""
+"""The expert endpoints: SGLang's responses, access keys, and errors without a recorder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = {**VIEW, "counts": [[0, 0], [1, 1]], "pass": 5, "balancedness": {}}
 
 
 class RecordingClient(FakeClient):
-    """Two schedulers with scripted replies to expert calls."""
+    """Two schedulers with predefined answers to expert calls."""
 
     def __init__(self, **answers: Any) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ def test_recording_off(verb: str) -> None:
     assert "--expert-distribution-recorder-mode stat" in response.json()["error"]["message"]
 
 
-def test_unwritable_dump_is_a_server_error() -> None:
+def test_a_dump_that_cannot_be_written_is_a_server_error() -> None:
     client = RecordingClient(expert_write=[{"error": "/there/x.pt: cannot be written (No space left on device)"}])
     response = post(client, "/dump_expert_distribution_record", b"")
     assert response.status_code == 500 and "No space left" in response.json()["error"]["message"]
 
 
 def dumps(client: RecordingClient, count: int) -> list[httpx.Response]:
-    """So many one after the other, of one server."""
+    """Consecutive dumps of one server."""
 
     async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
         return [await http.post("/dump_expert_distribution_record") for _ in range(count)]
@@ -100,8 +100,8 @@ def part(number: int) -> dict[str, Any]:
     return {"rank": 0, "pass_ids": [number], "counts": b""}
 
 
-def test_core_death_between_take_and_write_loses_no_counts() -> None:
-    """Its parts are here already, and another writes them."""
+def test_a_core_that_dies_between_take_and_write_loses_nothing() -> None:
+    """Its parts have arrived already, and another core writes them."""
 
     class Dying(RecordingClient):
         async def call_one(self, method: str, **args: Any) -> Any:
@@ -117,7 +117,7 @@ def test_core_death_between_take_and_write_loses_no_counts() -> None:
     assert client.arguments["parts"] == [part(7), part(7)]
 
 
-def test_dump_without_a_live_core_fails() -> None:
+def test_a_dump_without_a_writer_is_reported() -> None:
     class Dead(RecordingClient):
         async def call_one(self, method: str, **args: Any) -> Any:
             raise EngineDeadError(DEAD)
@@ -129,21 +129,21 @@ def test_dump_without_a_live_core_fails() -> None:
     )
 
 
-def test_unwritten_counts_are_in_the_next_dump_until_a_restart() -> None:
+def test_unwritten_counts_are_in_the_next_dump_until_recording_restarts() -> None:
     client = RecordingClient(expert_take=[{"parts": [part(4)]}], expert_write=[{"error": "no room"}])
     assert [response.status_code for response in dumps(client, 2)] == [500, 500]
     assert client.arguments["parts"] == [part(4), part(4)]
 
-    async def anew(http: httpx.AsyncClient) -> None:
+    async def restart(http: httpx.AsyncClient) -> None:
         for verb in ("dump", "start", "dump"):
             await http.post(f"/{verb}_expert_distribution_record")
 
-    talk(client, anew)
+    talk(client, restart)
     assert client.arguments["parts"] == [part(4)]
 
 
-def test_dump_reports_each_loss_once() -> None:
-    """A replica died before it answered, another's ranks changed while they did."""
+def test_a_dump_reports_missing_parts_once() -> None:
+    """A replica died before its answer, and another's ranks changed meanwhile."""
 
     class Losing(RecordingClient):
         async def call_each(self, method: str, **args: Any) -> list[Any]:
@@ -174,7 +174,7 @@ def test_the_live_page_and_its_data() -> None:
 
 
 def test_keys() -> None:
-    """The page is free and asks for the key; its data wants it, and who records wants the admin's."""
+    """The page needs no key and prompts for it; its data needs the API key, recording the admin key."""
     client = RecordingClient()
 
     def ask(path: str, key: str | None) -> httpx.Response:

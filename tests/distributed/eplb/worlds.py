@@ -1,4 +1,4 @@
-"""What a rank does in these tests: its part of a model with experts in chosen slots, observed as in a worker."""
+"""The ranks of these tests: a shard of a model with experts in chosen slots, recorded as in a worker."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.models.stepper import Chunk, Stepper, make_backends, make_kv
 
 MAX_TOKENS, DECODE_TOKENS, TIMEOUT_S = 64, 4, 20.0
 
-contexts: dict[Topology, ParallelContext] = {}  # of this rank's process: made once
+contexts: dict[Topology, ParallelContext] = {}  # one per rank process
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one topology, its experts as `settings` say. `row` of the kernels."""
+    """One model on one topology, with experts by `settings`. `row`: kernel row."""
 
     path: Path
     topology: Topology
@@ -50,7 +50,7 @@ class Loaded:
     runner: Any
 
     def look(self) -> None:
-        """The model as it is run now: whether passes are observed may have changed."""
+        """The current model: the recording wrapper may have been installed or removed."""
         self.stepper.model = self.runner.model
 
     def sizes_of(self, batch: Any) -> StepSizes | None:
@@ -110,8 +110,8 @@ def run_script(loaded: Loaded, seed: int) -> tuple[script.Trace]:
 
 @dataclass
 class Balanced:
-    """What a rank saw of a rebalancing, step by step; `tables` [L, P], of MTP layers too, and `states` as they were in
-    it; `drafts`: logits of the MTP layer."""
+    """A rebalance on one rank, step by step; `tables` [L, P], MTP layers included, and `states` of each step;
+    `drafts`: logits of the MTP layer."""
 
     logits: list[torch.Tensor]
     tables: list[np.ndarray]
@@ -121,7 +121,7 @@ class Balanced:
 
 
 def run_balanced(rank: int, case: Case, prompts: list[list[int]]) -> Balanced:
-    """A step for each prompt, each a sequence of its own, alike on all ranks (DP groups run none but group 0's)."""
+    """A step per prompt, each a separate sequence, the same on all ranks (with DP only group 0 has requests)."""
     lines, logger = Lines(), logging.getLogger("moe_engine")
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)

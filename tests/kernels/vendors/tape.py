@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Tape(TorchDispatchMode):
-    """Notes what runs inside `with`; implements `step_graphs.Recording`."""
+    """Notes what runs inside `with`; implements `step_graphs.CapturedGraph`."""
 
     current: Tape | None = None
 

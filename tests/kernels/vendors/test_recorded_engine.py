@@ -18,7 +18,7 @@ from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.types import GraphSettings
 from moe_engine.worker import worker
-from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.graphs.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.tape import TapeGraphs, launched
@@ -75,7 +75,7 @@ def test_tokens_are_those_without_graphs(name: str, tmp_path: Path, monkeypatch:
         expected = engine.run(requests)
         settings = GraphSettings((1, 3, 4), (1, DRAFTS + 1) if drafts else (1,))
         backend = TapeGraphs()
-        assert record_steps(runner, settings, backend=backend) == settings.num_graphs
+        assert capture_graphs(runner, settings, backend=backend) == settings.num_graphs
         found = engine.run(requests)
         assert backend.num_replays > 3 and sum(tape.count > 0 for tape in backend.recordings) > 1
         for rid, answer in expected.items():
