@@ -1,4 +1,4 @@
-"""Whole steps of chains of drafts as the library takes them."""
+"""Whole draft-chain steps (verify, draft) as C structs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Judged(ctypes.Structure):
 
 @dataclass(slots=True)
 class _Room:
-    """Where the results for some rows go. Kept for the steps that follow: these are mostly about the same rows."""
+    """Result buffers for a set of rows, kept for later steps, which mostly have the same rows."""
 
     rows: np.ndarray
     depth: int
@@ -50,7 +50,7 @@ class _Room:
 
 @dataclass(slots=True)
 class DraftStepPointer:
-    """A C struct and what it points to."""
+    """A C struct and the objects it points to."""
 
     kind: int
     struct: _Step
@@ -61,7 +61,7 @@ class DraftStepPointer:
 def fuse(
     drafts: DraftsPointer, decoder: DecoderPointer, tables: RowTables, caches: Sequence[Tensor]
 ) -> DraftStepPointer | None:
-    """As `FusedDraftStep.fuse_step`."""
+    """See `FusedDraftStep.fuse_step`."""
     num_layers = len(decoder.layers)
     if len(drafts.levels) != 1 or drafts.kind != decoder.kind or any(not t.is_contiguous() for t in tables):
         return None
@@ -78,7 +78,7 @@ def fuse(
 def run(
     library: Library, step: DraftStepPointer, rows: np.ndarray, depth: int, draws: StepDraws | None
 ) -> VerifiedChains:
-    """As `FusedDraftStep.run_step`."""
+    """See `FusedDraftStep.run_step`."""
     room = step.room
     if room is None or room.rows is not rows or room.depth != depth:
         room = step.room = _Room.of(rows, depth)

@@ -1,4 +1,4 @@
-"""The latents of some requests, copied from their slots one behind the other, FP8 rows turned into numbers.
+"""Gathers the latents of some requests from their slots into contiguous rows, dequantizing FP8 rows.
 
 Legend: S context tokens, C kv_lora_rank, P rotary width, N records.
 """
@@ -25,7 +25,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
 GATHER_ROWS = 32
-"""Tokens of a program; a record is (request, first token in the context, tokens, first row of the output)."""
+"""Tokens per program; a record is (request, first token in the context, tokens, first row of the output)."""
 
 _TOKEN, _GROUPS, _GROUP = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(GROUP)
 _RANGE = tl.constexpr(FP8_RANGE)
@@ -69,8 +69,8 @@ def gather(cache: Tensor, queries: PagedQueries, records: Tensor, out: Tensor, l
     """Writes out [S, C+P], contiguous, in its own dtype.
 
     Args:
-        records: [N, 4] int32, as `GATHER_ROWS` says.
-        form: of the cache's rows.
+        records: [N, 4] int32, see `GATHER_ROWS`.
+        form: row format of the cache.
     """
     if not len(out):
         return

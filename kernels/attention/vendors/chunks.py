@@ -1,4 +1,4 @@
-"""Parts of long contexts for libraries whose attention returns a log-sum-exp: what their adapters share.
+"""Context chunks for libraries whose attention returns a log-sum-exp: code shared by their adapters.
 
 Legend: H query heads, N qk_nope, P rotary width, V v_head, S keys of all requests.
 """
@@ -18,7 +18,7 @@ from moe_engine.kernels.attention.vendors.paging import SLOTS, StepPlan
 
 
 class PartPlan(StepPlan):
-    """A part of the contexts of some requests, and what an adapter remembers of it for all layers."""
+    """A context chunk of some requests, and the adapter's per-chunk state for all layers."""
 
     def __init__(self, part: parts.Part) -> None:
         super().__init__(AttentionBatch(None, part.queries))
@@ -27,10 +27,10 @@ class PartPlan(StepPlan):
 
 
 class MergesParts:
-    """`ExpandsParts` but for `expanded_part`."""
+    """`ExpandsParts` without `expanded_part`."""
 
     def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> PartPlan:
-        """As the protocol says. Raises ValueError for parts that one causal mask, or none, does not do."""
+        """See the protocol. Raises ValueError for chunks that need more than one causal mask, or none."""
         return PartPlan(parts.Part(queries, first_keys, key_lens))
 
     def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -39,8 +39,8 @@ class MergesParts:
 
 @lru_cache
 def compile_merge(dtype: torch.dtype, width: int, device: torch.device) -> None:
-    """Runs the merge of values so wide once. For the first prompt, before a launch serves: with the first long one,
-    others would wait for the compiler."""
+    """Runs the merge for values of this width once, with the first prompt. Otherwise the first long prompt of a serving
+    engine would wait for the compiler."""
     out, lse = torch.zeros(1, 1, width, dtype=dtype, device=device), torch.zeros(1, 1, device=device)
     _merge(device)(out, lse, out.clone(), lse.clone())
 

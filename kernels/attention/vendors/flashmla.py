@@ -1,6 +1,6 @@
 """FlashMLA: the absorbed form over bf16 pages of 64 tokens (Hopper), or over FP8 records of 656 bytes.
 
-The library has no dense prefill for Hopper: the expanded form, whole or in parts, runs on the best other backend here.
+The library has no dense prefill for Hopper: the expanded form runs on the most preferred other backend available.
 Legend: T query tokens, H query heads, C latent (512), P rotary width (64), B requests, t most query tokens of one.
 """
 
@@ -30,17 +30,17 @@ LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
 
 @dataclass(frozen=True)
 class _Dense:
-    """A group as a rectangle [B, t] of queries: requests with fewer get dummies before their own, which a causal mask
-    that ends at the context's end leaves right."""
+    """A group as a rectangle [B, t] of queries: shorter requests are padded at the front with dummy queries, which a
+    causal mask aligned to the context's end leaves correct."""
 
     paged: Paged
     table: Tensor  # [B, W] int32: page numbers
     tree: Tree | None
     schedule: tuple[Any, Any]
     most: int
-    token: Tensor | None  # [B, t] int64: where a query is in the group; None where they are just one behind the other
+    token: Tensor | None  # [B, t] int64: index of a query in the group; None if already contiguous
     request: Tensor | None  # [T] int64
-    place: Tensor | None  # [T] int64: within the rectangle
+    place: Tensor | None  # [T] int64: index within the rectangle
 
     @classmethod
     def of(
@@ -71,16 +71,16 @@ class _Dense:
 
 
 class FlashMLA(MergesParts):
-    """`MLABackend`, `Replayable` and `ExpandsParts` over `flash_mla_with_kvcache`, in either generation of the
-    interface: the older (2025) takes a schedule that the caller asks for with the step's lengths, and reads no records.
+    """`MLABackend`, `Replayable` and `ExpandsParts` over `flash_mla_with_kvcache`, in either generation of its
+    interface: the older (2025) needs a schedule made by the caller from the step's lengths, and reads no records.
 
     Args:
         module: the library; default: the installed one.
-        expanded: who runs the expanded form; default: the most preferred other row that can run here.
-        major: compute capability of the GPU; default: of the one here.
+        expanded: backend of the expanded form; default: the most preferred other row available.
+        major: compute capability of the GPU; default: of the current GPU.
 
     Raises:
-        ImportError: the library is not here or lacks what is called.
+        ImportError: the library is missing or lacks a required function.
     """
 
     name = "flashmla"
@@ -91,14 +91,14 @@ class FlashMLA(MergesParts):
         self._prefill = expanded
         self._room = Room()
         self._major = major
-        self._heads: int | None = None  # of the last layer over records, as the kernel has them
+        self._heads: int | None = None  # of the last layer over records, padded for the kernel
         self._reads_records: bool | None = None  # None: no layer has run
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
-        return StepPlan(batch)  # schedules are made by the library at a step's first layer, on the device
+        return StepPlan(batch)  # the library builds schedules on the device, at a step's first layer
 
     def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | ChosenInPlace | None:
-        """As `Replayable` says; schedules are made where they are recorded. For FP8 records on Blackwell only: see
+        """See `Replayable`; schedules are built during capture. FP8 records: on Blackwell only, see
         `flashmla_records`."""
         if batch.decode is None or self._reads_records is None:
             return None
@@ -110,7 +110,7 @@ class FlashMLA(MergesParts):
         return ChosenInPlace(batch, batch.decode, self._room, schedule, ("chosen", self._heads))
 
     def _takes_lengths(self) -> bool:
-        """Whether the kernel over records stops where a list's length on the device says."""
+        """True if the records kernel takes a per-list length on the device."""
         if self._major is None:
             self._major = (probe("cuda").capability or (0, 0))[0]
         return self._major >= 10 and accepts(self._lib.flash_mla_with_kvcache, "topk_length")
@@ -118,7 +118,7 @@ class FlashMLA(MergesParts):
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
-        """As the protocol says, for C = 512 and P = 64; `cache` holds plain numbers or `FP8_GROUPS` records."""
+        """See the protocol; C = 512, P = 64; `cache` holds bf16 values or `FP8_GROUPS` records."""
         latent = q.shape[2] - ROTARY if value_width is None else value_width
         reason = limits.flashmla_absorbed(latent, q.shape[2] - latent)
         if reason:
@@ -130,7 +130,7 @@ class FlashMLA(MergesParts):
         if form == PLAIN:
             return self._dense(q, cache, queries, scale, plan_of(plan))
         if form != FP8_GROUPS or not self._plans_itself:
-            raise ValueError("this FlashMLA does not read such FP8 records")
+            raise ValueError("this FlashMLA does not support this FP8 record format")
         return self._over_records(q, cache, queries, scale, plan_of(plan))
 
     def gather_latent(
@@ -151,21 +151,21 @@ class FlashMLA(MergesParts):
         self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
     ) -> tuple[Tensor, Tensor]:
         other, part = self._other(q, kv, k_rope), plan.part
-        assert isinstance(other, ExpandsParts)  # as every row does that a GPU may have
+        assert isinstance(other, ExpandsParts)  # every GPU row does
         theirs = plan.get(
             part.queries, "expanded", lambda: other.plan_part(part.queries, part.first_keys, part.key_lens)
         )
         return other.expanded_part(q, kv, k_rope, scale, theirs)
 
     def _other(self, q: Tensor, kv: Tensor, k_rope: Tensor) -> MLABackend:
-        """Who runs the expanded form."""
+        """The backend of the expanded form."""
         if self._prefill is None:
             value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
             self._prefill = _best_other(HeadWidths(q.shape[1], 1, q.shape[2], value, LATENT, ROTARY))
         return self._prefill
 
     def _dense(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
-        heads = q.shape[1]  # a schedule is for one number of heads and one step's lengths
+        heads = q.shape[1]  # a schedule depends on the head count and the step's lengths
         group = plan.get(queries, ("dense", heads), lambda: self._new_group(queries, heads, plan))
         out, lse = self._lib.flash_mla_with_kvcache(
             group.rectangle(q), as_pages(cache, PAGE).unsqueeze(2), group.table, group.paged.kv_lens_device,
@@ -180,14 +180,14 @@ class FlashMLA(MergesParts):
 
     def _new_group(self, queries: PagedQueries, heads: int, plan: StepPlan) -> _Dense:
         def schedule(lens: Tensor, most: int) -> tuple[Any, Any]:
-            """How requests are shared out among the SMs, and in how many splits; newer libraries find that out."""
+            """Assignment of requests to SMs, and split counts; newer library versions compute it themselves."""
             get = self._lib.get_mla_metadata
             return get() if self._plans_itself else get(lens, most * heads, 1)
 
         return _Dense.of(queries, plan, schedule)
 
     def _over_records(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
-        """Sparse attention with every visible token chosen: the library reads records in no other way."""
+        """Sparse attention with every visible token selected: the library's only kernel for records."""
         tokens, heads, width = q.shape
         reason = limits.flashmla_records(heads)
         if reason:
