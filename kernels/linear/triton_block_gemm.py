@@ -23,7 +23,7 @@ from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, Quantiz
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
-_SUM_TILE = 1024  # elements of a program that sums the parts of a split product
+_SUM_TILE = 1024  # elements per program when summing a split product
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -88,13 +88,13 @@ def block_gemm(
     bias: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. Nothing waits for the device.
+    """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. No host synchronisation.
 
     Args:
-        tiles: how it is cut; default: by the table.
+        tiles: tiling; default: from the table.
 
     Raises:
-        ValueError: the widths differ.
+        ValueError: if the widths differ.
     """
     m, (n, k) = rows.data.shape[0], weight.data.shape
     if rows.data.shape[1] != k:
@@ -124,7 +124,7 @@ def block_gemm(
 
 
 def fits_bulk(matrix: Tensor) -> bool:
-    """Whether the bulk copy engine can read tiles of a contiguous [N, K]: addresses and rows in steps of 16 bytes."""
+    """True if TMA can read tiles of a contiguous [N, K]: address and row size in multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
@@ -136,7 +136,7 @@ def _constants(n: int, k: int, tiles: Tiles, bulk: bool, has_bias: bool) -> dict
 
 
 def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16) -> list[AotCase]:
-    """The kernels that one product launches, without a bias."""
+    """The kernels launched by one product, without a bias."""
     tiles, n, k = block_fp8_tiles(shape.rows, shape.n, shape.k), shape.n, shape.k
     result = element(torch.float32 if tiles.split > 1 else dtype)
     signature = {
