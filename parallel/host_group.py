@@ -1,10 +1,10 @@
-"""Collectives among CPU ranks of one host: what they sum and gather is read where the others wrote it.
+"""Shared-memory collectives among CPU ranks of one host.
 
-A sum of small tensors through gloo takes as long as its messages: several wake-ups of other threads. Here each rank
-copies its part into memory that all share, raises a flag, and reads the parts of the others. Two sets of regions take
-turns: a rank writes a set again only after the turn between, which every rank begins when it has read the set before.
+A gloo all_reduce of small tensors is dominated by its messages: several wake-ups of other threads. Here each rank
+copies its part into shared memory, raises a flag, and reads the parts of the other ranks. Two sets of regions alternate:
+a rank rewrites a set only after the turn in between, which a rank begins only after reading the previous set.
 
-Legend: R ranks, S bytes of a rank's region (long tensors take several turns).
+Legend: R ranks, S bytes of a rank's region (long tensors use several turns).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class HostGroup:
-    """A `Group` over another of the same ranks, which does what is rare. Collective to make.
+    """A `Group` over another group of the same ranks, which runs the rare operations. The constructor is collective.
 
-    Sums of 16-bit floats are made in float32 and rounded once; all ranks get the same bits.
+    Sums of 16-bit floats are computed in float32 and rounded once; bit-identical on all ranks.
 
     Raises:
         OSError: the ranks cannot share memory.
@@ -42,7 +42,7 @@ class HostGroup:
         self.timeout_s, self.device = inner.timeout_s, inner.device
         self._inner = inner
         self._tell = inner.tell
-        extents = self.size * 8  # of what a rank brings to an exchange: where the part for each rank ends
+        extents = self.size * 8  # per rank: end offsets of its parts for each rank
         self._segment = SharedSegment(inner, TURNS * self.size * (extents + REGION), num_flags=1, reserve=True)
         memory = self._segment.bytes.split([TURNS * self.size * extents, TURNS * self.size * REGION])
         self._extents: np.ndarray = memory[0].numpy().view(np.int64).reshape(TURNS, self.size, self.size)
@@ -71,7 +71,7 @@ class HostGroup:
                     at = places[source] + low - start
                     into[at : at + high - low] = parts[source, low - begin : high - begin]
             begin += REGION
-            if begin >= extents[:, -1].max():  # the longest: all ranks take as many turns as it needs
+            if begin >= extents[:, -1].max():  # all ranks use the number of turns of the longest
                 return
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class HostGroup:
         self._inner.check()
 
     def _meet(self, part: Tensor, operation: str, extents: Sequence[int] | None = None) -> Tensor:
-        """Shows the others this rank's bytes; returns what all show, [R, S], until the turn after the next."""
+        """Publishes this rank's bytes; returns the bytes of all ranks, [R, S], valid until the turn after the next."""
         self._turn += 1
         turn = self._turn % TURNS
         self._regions[turn, self.rank, : len(part)] = part
@@ -128,19 +128,19 @@ class HostGroup:
 
 
 def through_shared_memory(inner: DistributedGroup) -> HostGroup | DistributedGroup:
-    """The group through memory that its ranks share, or as it is where they cannot. Collective over CPU ranks that are
-    thought to be on one host; all come to the same."""
+    """The group with shared-memory collectives, or unchanged if its ranks cannot share memory. Collective over CPU
+    ranks that are expected to be on one host; all ranks get the same kind of result."""
     reasons = inner.exchange_ints([int(host_support.why_not() is not None)] * inner.size)
     if any(reasons):
         return inner
     try:
         return HostGroup(inner)
-    except OSError:  # by every rank alike: different hosts, or too little of it
+    except OSError:  # raised by all ranks: different hosts, or too little memory
         return inner
 
 
 def _add(parts: Tensor, out: Tensor) -> None:
-    """out [N] = the sum of parts [R, N]; it may be what the part of one rank was copied from."""
+    """out [N] = the sum of parts [R, N]; it may alias one rank's source tensor."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)
     else:

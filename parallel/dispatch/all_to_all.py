@@ -1,6 +1,6 @@
-"""Exchanges over all_to_all: a token crosses once to a rank, however many of its experts are there; one sum returns.
+"""Dispatch over all_to_all: a token is sent once per target rank, for all its experts there; one sum returns.
 
-Legend: T tokens of this rank, N tokens arrived, R ranks.
+Legend: T tokens of this rank, N received tokens, R ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from moe_engine.parallel.dispatch.workspace import Workspace
 
 @dataclass(frozen=True)
 class VariableWay:
-    """How the sums come back: the rows sent to and received from each rank, and where each token's copies went."""
+    """Combine handle: the rows sent to and received from each rank, and the positions of each token's copies."""
 
     slot: int
-    positions: Tensor  # int64 [T, R] row among those sent, -1: not sent to that rank
+    positions: Tensor  # int64 [T, R] row in the send buffer, -1: not sent to that rank
     num_sent: list[int]
     num_received: list[int]
 
@@ -34,7 +34,7 @@ class StaticWay:
 
 
 class VariableAllToAll:
-    """As many rows as there are: one exchange of sizes, one of tokens; the host waits for the sizes. For prefill."""
+    """Exact row counts: one exchange of sizes, one of tokens; the host waits for the sizes. For prefill."""
 
     def __init__(self, group: Group, shape: DispatchShape) -> None:
         self._group = group
@@ -47,7 +47,7 @@ class VariableAllToAll:
         counts = mask.sum(0)
         sizes = torch.stack((counts, torch.zeros_like(counts)))  # sent to each rank, and received from it
         self._group.all_to_all(sizes[1], sizes[0])
-        num_sent, num_received = sizes.tolist()  # the one wait for a device
+        num_sent, num_received = sizes.tolist()  # the only device synchronisation
         places = mask.cumsum(0) - 1 + (counts.cumsum(0) - counts)  # by rank, then by token
         sources = _sources(torch.where(mask, places, sum(num_sent)), sum(num_sent))
         positions = torch.where(mask, places, -1)
@@ -71,17 +71,17 @@ class VariableAllToAll:
 
 
 def _sources(places: Tensor, count: int) -> Tensor:
-    """places [T, R] of each token's copies, `count` where there is none -> int64 [count]: the token at each place."""
+    """places [T, R] of each token's copies, `count` if none -> int64 [count]: the token at each position."""
     tokens = torch.arange(len(places), device=places.device).repeat_interleave(places.shape[1])
     return tokens.new_empty(count + 1).scatter_(0, places.flatten(), tokens)[:count]
 
 
 class StaticAllToAll:
-    """`shape.max_tokens` rows for every pair of ranks: no sizes to exchange, shapes that depend on no value, and a host
-    that never waits. For decode, made for the size M of its batch.
+    """`shape.max_tokens` rows for every pair of ranks: no sizes to exchange, static shapes, no host wait. For decode,
+    built for the max batch size M.
 
-    Every token goes to every rank in its own row: with room for all, leaving some out would save no byte, and finding
-    out which costs more than it saves.
+    Every token goes to every rank in its own row: the static message size is the same either way, and selecting target
+    ranks costs more than it saves.
     """
 
     def __init__(self, group: Group, shape: DispatchShape) -> None:
