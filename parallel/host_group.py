@@ -1,7 +1,7 @@
 """Shared-memory collectives among CPU ranks of one host.
 
 A gloo all_reduce of small tensors is dominated by its messages: several wake-ups of other threads. Here each rank
-copies its part into shared memory, raises a flag, and reads the parts of the other ranks. Two sets of regions alternate:
+copies its part into shared memory, raises a flag, and reads the parts of the other ranks. Two sets alternate:
 a rank rewrites a set only after the turn in between, which a rank begins only after reading the previous set.
 
 Legend: R ranks, S bytes of a rank's region (long tensors use several turns).

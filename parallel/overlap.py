@@ -30,7 +30,7 @@ class Overlap:
     """Overlap of dispatch and combine, which run in `lane`.
 
     Attributes:
-        two_batches: two-batch overlap (TBO): a step is split in halves; one computes during the other's dispatch and combine.
+        two_batches: two-batch overlap (TBO): a step is split in halves; one computes while the other communicates.
         threshold: see `worker.two_batches.find_cut`.
         shared_expert: the shared expert is computed during dispatch.
     """

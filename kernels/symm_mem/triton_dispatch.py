@@ -5,9 +5,9 @@
     receive: waits for the rows, sums the counts; FP8 rows may be dequantized
 
 Rows of an expert are ordered by rank, then by token: equal inputs give equal bits. No host synchronisation; `send`
-waits for the counts of all ranks, `receive` for their rows. Offsets are int64 whatever their value, so that launch sizes
-do not select the kernel. Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts over all ranks,
-El of a rank, R ranks, C rows per expert, D hidden.
+waits for the counts of all ranks, `receive` for their rows. Offsets are int64 whatever their value, so that launch
+sizes do not select the kernel. Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts over
+all ranks, El of a rank, R ranks, C rows per expert, D hidden.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def _some_are_late(flags, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
 def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES: tl.constexpr):
     """True if every rank has raised its flag [R] to `epoch`; gives up after the limit, or once `failed` is not 0.
 
-    The first program to give up marks the late ranks in `lost` [R] and sets `failed`, so that later waits return at once.
+    The first program to give up marks the late ranks in `lost` [R] and sets `failed`, so that later waits end at once.
     """
     begin = nanoseconds()
     waited = begin - begin

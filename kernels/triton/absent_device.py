@@ -93,8 +93,8 @@ class Compilations:
 
 @contextmanager
 def listed(arch: int) -> Iterator[set[tuple[str, str]]]:
-    """Inside, launches for an absent device neither compile nor run: the needed (kernel, specialisation) pairs are added
-    to the set. Compares a warm-up's kernels with those of all possible steps, in seconds."""
+    """Inside, launches for an absent device neither compile nor run: the needed (kernel, specialisation) pairs are
+    added to the set. Compares a warm-up's kernels with those of all possible steps, in seconds."""
     needed: set[tuple[str, str]] = set()
 
     def note(*, key: Any, fn: Any, **rest: Any) -> bool:

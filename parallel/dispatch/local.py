@@ -24,7 +24,7 @@ class LocalHandle:
 
 
 class LocalDispatcher:
-    """Produces the ``grouped`` layout; router weights are applied in `combine`, once. `PhasedDispatcher`'s interface."""
+    """Produces the ``grouped`` layout; `combine` applies the router weights. Interface of `PhasedDispatcher`."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts

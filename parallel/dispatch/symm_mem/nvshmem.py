@@ -78,7 +78,7 @@ class TorchShuffles:
 
     def empty(self, num_bytes: int, device: torch.device) -> Tensor:
         made = self._symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._symmetric.rendezvous(made, self._process_group)  # lazily done by the shuffles, but not inside graph capture
+        self._symmetric.rendezvous(made, self._process_group)  # the shuffles do it lazily, but not under capture
         return made
 
     def all_to_all_vdev_2d(self, rows: Tensor, out: Tensor, splits: Tensor, out_splits_offsets: Tensor) -> None:
@@ -124,7 +124,7 @@ class NvshmemDispatcher:
         self._shape = shape
         self.takes_rows = shape.fp8
         self._shuffles = shuffles
-        self._format = replace(RecordFormat.of(shape), top_k=0)  # choices are not sent: weights are applied on this rank
+        self._format = replace(RecordFormat.of(shape), top_k=0)  # choices are not sent: weights are applied here
         self._experts = torch.arange(shape.num_experts + 1, dtype=torch.int32, device=group.device)
         self._slots = Slots()
         self._buffers = [self._make_buffers(group.device) for _ in range(NUM_LIVE)]
