@@ -1,6 +1,6 @@
 """DeepSeek V2, V2-Lite, V3, R1 and V3.1 (and Kimi K2, Moonlight): MLA with dense and mixture-of-experts layers.
 
-Which of them it is stands in the config alone; see `config_families.parse_deepseek`.
+The variants differ in the config only; see `config_families.parse_deepseek`.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Topology:
         if not model.latent_kv and kv_heads % attn and attn % kv_heads:
             raise ConfigError(
                 f"{kv_heads} KV heads can neither be divided over {attn} ranks (--tp-size / --attn-dp-size) nor "
-                f"replicated evenly on them; {_nearest(attn, kv_heads)} divide, a multiple of {kv_heads} replicates them"
+                f"replicated evenly on them; {_nearest(attn, kv_heads)} divide, a multiple of {kv_heads} replicates"
             )
         if self.cuts_dense:
             _check_width(

@@ -1,7 +1,7 @@
-"""A step's queries, cut so that MLA never expands more than a bounded number of context tokens at once, and tokens that
-several contexts begin with only once.
+"""Chunked MLA prefill: a step's queries, cut so that MLA expands a bounded number of context tokens at once, and
+expands shared prefixes only once.
 
-Host work once a step, shared by all layers. In the common case nothing is cut and the step's own plan serves.
+Host work once per step, shared by all layers. In the common case nothing is cut and the step's own plan is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_engine.kernels.attention.protocol import (
 
 @dataclass(frozen=True)
 class SharedContext:
-    """The context tokens of some requests, each once: `queries` gathers them as if they were one request's."""
+    """The context tokens of some requests, without duplicates: `queries` gathers them like those of one request."""
 
     queries: PagedQueries
     plan: Any
@@ -33,7 +33,7 @@ class SharedContext:
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """Some tokens of a context, and the backend's plan to gather them and attend to them."""
+    """A chunk of a context, and the backend's plan to gather and attend to it."""
 
     num_tokens: int
     plan: Any
@@ -41,28 +41,28 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class AttentionChunk:
-    """Some queries of a step, the tokens they are, and the form in which MLA runs them."""
+    """Some queries of a step, their tokens, and their MLA form."""
 
     tokens: slice
     queries: PagedQueries
     plan: Any
     absorbed: bool
     shared: SharedContext | None = None
-    """Of an expanded piece whose requests share tokens; `queries.slot_table` then names rows of what it gathers."""
+    """For an expanded chunk with a shared prefix; `queries.slot_table` then has indices of the gathered rows."""
     parts: tuple[ContextChunk, ...] = ()
-    """Of an expanded piece of one request whose context is too long to be expanded at once."""
+    """For an expanded chunk of one request whose context is too long to be expanded at once."""
 
 
 def cut(
     batch: AttentionBatch, backend: MLABackend, plan: Any, max_expanded_tokens: int, max_absorbed_tokens: int
 ) -> list[AttentionChunk]:
-    """The pieces of a step, in token order.
+    """The chunks of a step, in token order.
 
     Args:
-        plan: the step's own; pieces that had to be cut get plans of their own.
-        max_expanded_tokens: context tokens that are expanded at once. A request with more is expanded in parts where
-            the backend can put these together (half as many query tokens at once, half as long), else it runs in the
-            absorbed form.
+        plan: the step's plan; chunks that were cut get separate plans.
+        max_expanded_tokens: context tokens expanded at once. A request with more is expanded in context chunks if the
+            backend can merge these (with half as many query tokens at once, chunks of half the size), else it runs in
+            the absorbed form.
         max_absorbed_tokens: query tokens of an absorbed request run at once.
 
     Raises:
@@ -94,7 +94,7 @@ def cut(
 
 
 def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> list[SharedRun]:
-    """The runs that the backend makes use of and that do not exceed the limit."""
+    """The shared prefixes that the backend supports and that fit the limit."""
     if not isinstance(backend, SharesContext):
         return []
     return [
@@ -107,7 +107,7 @@ def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> li
 def _cut_runs(
     prefill: PagedQueries, runs: list[SharedRun], backend: MLABackend, limit: int, max_absorbed: int
 ) -> Iterator[tuple[PagedQueries, bool, SharedContext | None]]:
-    """Each run as it is, and what lies between them cut within the limits."""
+    """Each shared run unchanged, and the requests in between cut within the limits."""
     start = 0
     for run in [*runs, SharedRun(prefill.num_requests, prefill.num_requests, 0)]:
         if start < run.first:
@@ -121,7 +121,7 @@ def _cut_runs(
 
 
 def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[PagedQueries, SharedContext]:
-    """The run's shared tokens stand first, then what each request has behind them."""
+    """The shared tokens come first, then the remaining tokens of each request."""
     queries, length = _requests(prefill, run.first, run.last), run.length
     rows, device = queries.rows.tolist(), queries.rows.device
     own = [context - length for context in queries.context_lens]
@@ -141,7 +141,7 @@ def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[
 
 
 def _parts(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextChunk, ...]:
-    """Of one request."""
+    """The context chunks of one request."""
     assert isinstance(backend, ExpandsParts)
     (count,), (context,), parts = queries.query_lens, queries.context_lens, []
     first = 0
@@ -152,15 +152,15 @@ def _parts(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[Cont
 
 
 def _half(limit: int) -> int:
-    """Tokens of a part, and query tokens that ask for it at once: where only one context is expanded, the results of a
-    part and what it is merged with take the other half of the memory."""
+    """Tokens of a context chunk, and query tokens per pass: with one expanded context, the other half of the memory is
+    for the results of a chunk and of its merge partner."""
     return max(1, limit // 2)
 
 
 def _cut_prefill(
     queries: PagedQueries, limit: int, max_absorbed: int, in_parts: bool
 ) -> Iterator[tuple[PagedQueries, bool]]:
-    """`in_parts`: a request beyond the limit stays expanded."""
+    """`in_parts`: a request beyond the limit is expanded in context chunks."""
     first, context = 0, 0
     for i, length in enumerate(queries.context_lens):
         if length > limit:
@@ -193,7 +193,7 @@ def _requests(queries: PagedQueries, first: int, last: int) -> PagedQueries:
 
 
 def _tokens(queries: PagedQueries, i: int, size: int) -> Iterator[PagedQueries]:
-    """Request i, `size` query tokens at a time; each part sees the context up to its own last token."""
+    """Request i, `size` query tokens at a time; each part sees the context up to its last token."""
     total, end = queries.query_lens[i], queries.context_lens[i]
     whole = _requests(queries, i, i + 1)
     for start in range(0, total, size):
