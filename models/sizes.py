@@ -75,8 +75,8 @@ def weight_bytes(
     keeps_fp8: bool = False,
 ) -> int:
     """Weight bytes of one rank: activation dtype; norms, router and the rotary table (one for all layers) in float32;
-    kv_b in both forms. For kernels that keep one copy (the reference rows); `keeps_fp8`: for kernels that multiply block FP8
-    without dequantization."""
+    kv_b in both forms. For kernels that keep one copy (the reference rows); `keeps_fp8`: for kernels that multiply
+    block FP8 without dequantization."""
     plain = wide = blocks = 0
     for spec in model_tensors(config, include_mtp):
         held = _held_elements(config, spec, topology, redundant_experts)
