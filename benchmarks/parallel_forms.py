@@ -1,11 +1,11 @@
-"""A correctness run: every form of parallelism gives the tokens of one rank: ``python -m benchmarks.parallel_forms``.
+"""Correctness run: every form of parallelism must produce one rank's tokens: ``python -m benchmarks.parallel_forms``.
 
-Runs the factors of `tests.many_ranks.forms` on tiny random checkpoints: each way to spread attention with each way to
-spread experts at 2, 4 and 8 ranks, and among these cases every two settings of everything else (model, replicas, head,
-dense layers, drafts, chunks, pages, prefix cache, retraction, ...) meet. Tokens, greedy and sampled, must be equal, and
-log-probabilities of tokens and prompts to within 1e-4. Prints a line a case, writes ``benchmarks/results/`` after each,
-and exits with 1 on a difference; a run that was cut goes on with ``--resume FILE``. From the root of the repository,
-with the test extras installed.
+Runs the factors of `tests.many_ranks.forms` on tiny random checkpoints: all pairs of attention and expert parallelism
+at 2, 4 and 8 ranks, with pairwise coverage of all other settings (model, replicas, head, dense layers, drafts, chunks,
+pages, prefix cache, retraction, ...). Tokens, greedy and sampled, must be equal, and
+log-probabilities of tokens and prompts to within 1e-4. Prints a line per case, writes ``benchmarks/results/`` after
+each, and exits with 1 on a difference; an interrupted run continues with ``--resume FILE``. Run from the root of the
+repository, with the test extras installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPREAD = ("attention", "experts")
 
 
 def whole_matrix(seed: int) -> list[dict[str, Any]]:
-    """Cases in which each form meets each number of ranks, and any two other settings each other."""
+    """Cases that cover each form with each number of ranks, and any two other settings together."""
     spreads = [(attention, experts) for attention in FACTORS["attention"] for experts in FACTORS["experts"]]
     factors = {"form": spreads, **{name: values for name, values in FACTORS.items() if name not in SPREAD}}
     cover = pairwise_cover(factors, lambda case: allowed(_apart(case)), seed)
@@ -45,7 +45,7 @@ def run_cases(
     done: list[dict[str, Any]],
     keep: Callable[[list[dict[str, Any]]], object],
 ) -> list[dict[str, Any]]:
-    """Runs the cases that are not done, printing a line for each; returns all with what they came to.
+    """Runs the cases that are not done, printing a line for each; returns all results.
 
     Args:
         keep: called with all results so far after each case.
@@ -74,7 +74,7 @@ def _run_case(forms: Forms, case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         found = vars(forms.run(case))
-    except Exception as error:  # one engine that fails leaves the others to be run
+    except Exception as error:  # a failing engine must not stop the other cases
         found = {"failure": f"{type(error).__name__}: {error}"}
     return {"case": dict(case), "seconds": round(time.perf_counter() - began, 2), **found}
 
@@ -84,7 +84,7 @@ def _is_wrong(result: dict[str, Any]) -> bool:
 
 
 def summary(results: list[dict[str, Any]]) -> str:
-    """Cases that agree, of those run, for each form by number of ranks."""
+    """Agreeing cases out of those run, for each form by number of ranks."""
     rows = []
     for attention in FACTORS["attention"]:
         for experts in FACTORS["experts"]:
@@ -101,17 +101,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="moe-engine bench parallel_forms", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--prompts", type=int, default=32, help="requests of a case (default: 32)")
-    parser.add_argument("--tokens", type=int, default=48, help="most tokens that a request brings (default: 48)")
-    parser.add_argument("--seed", type=int, default=0, help="of checkpoints, prompts and the choice of cases")
-    parser.add_argument("--only", nargs="*", default=[], metavar="FACTOR=VALUE", help="cases with these values alone")
-    parser.add_argument("--json", type=Path, help="where to write the results, instead of benchmarks/results")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with the run that wrote this, but was cut")
+    parser.add_argument("--prompts", type=int, default=32, help="requests per case (default: 32)")
+    parser.add_argument("--tokens", type=int, default=48, help="max tokens of a request (default: 48)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of checkpoints, prompts and the choice of cases")
+    parser.add_argument("--only", nargs="*", default=[], metavar="FACTOR=VALUE", help="only cases with these values")
+    parser.add_argument("--json", type=Path, help="output file of the results, instead of benchmarks/results")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue the interrupted run that wrote this")
     args = parser.parse_args(argv)
     wanted = dict(item.split("=", 1) for item in args.only)
     if unknown := wanted.keys() - FACTORS.keys():
-        parser.error(f"no factor {', '.join(sorted(unknown))}; there are {', '.join(FACTORS)}")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that are started
+        parser.error(f"no factor {', '.join(sorted(unknown))}; choose from {', '.join(FACTORS)}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the started processes
     cases = [
         case
         for case in whole_matrix(args.seed)
@@ -122,9 +122,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.resume:
         before = json.loads(args.resume.read_text())
         if before["settings"] != settings:
-            parser.error(f"{args.resume} is of a run with {before['settings']}")
+            parser.error(f"{args.resume} is from a run with {before['settings']}")
         done = [result for result in before["cases"] if result["case"] in cases and not _is_wrong(result)]
-        print(f"{len(done)} of {len(cases)} cases agreed before")
+        print(f"{len(done)} of {len(cases)} cases already agreed")
     path = args.json or args.resume or report.result_path("parallel_forms", "cpu", report.RESULTS)
 
     def keep(results: list[dict[str, Any]]) -> None:
