@@ -2,8 +2,8 @@
 
 Runs model and MTP layer directly over a batch of equally long sequences, without engine and scheduler: after every
 greedy token the first MTP layer drafts a chain, each draft from the state of the previous one. Prints, for each
-position of the chain, the share of correct drafts among those with all predecessors correct; and the expected tokens per
-step of speculative decoding.
+position of the chain, the share of correct drafts among those with all predecessors correct; and the expected tokens
+per step of speculative decoding.
 """
 
 from __future__ import annotations

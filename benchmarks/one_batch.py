@@ -53,9 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--result-filename", default="result.jsonl", help="jsonl to append to; empty: none")
     parser.add_argument("--correctness-test", "--correct", action="store_true", help="print three prompts' output")
     parser.add_argument("--cut-len", type=int, default=4, help="tokens of the first of two prefills (correctness test)")
-    parser.add_argument(
-        "--log-decode-step", type=int, default=0, help="print every n-th decode step; 0: the first 5"
-    )
+    parser.add_argument("--log-decode-step", type=int, default=0, help="print every n-th decode step; 0: the first 5")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fraction-of-limits", action="store_true")
     own, rest = parser.parse_known_args(argv)

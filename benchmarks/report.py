@@ -154,9 +154,7 @@ def wait_until_quiet(args: argparse.Namespace) -> None:
 def add_result_options(parser: argparse.ArgumentParser) -> None:
     """``--json FILE``, ``--no-json`` and ``--busy``, for benchmarks that write their result by default."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--json", type=Path, metavar="FILE", help="output file (default: benchmarks/results)"
-    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="output file (default: benchmarks/results)")
     group.add_argument("--no-json", action="store_true", help="print it only")
     parser.add_argument("--busy", action="store_true", help="measure although other programs are running")
 

@@ -1,8 +1,8 @@
 """Latency and throughput of a running server under load: ``python -m benchmarks.serving [options]``.
 
 An open loop: requests are sent at `--request-rate` per second (Poisson; ``inf`` sends all at once) whether or not
-earlier ones are finished, unless limited by `--max-concurrency`. Measured at the client: time to first token, time per output
-token, inter-token latency, end to end; throughput; goodput, the rate of requests that met every `--goodput`
+earlier ones are finished, unless limited by `--max-concurrency`. Measured at the client: time to first token, time per
+output token, inter-token latency, end to end; throughput; goodput, the rate of requests that met every `--goodput`
 limit. Options, table and JSON keys are those of ``python -m sglang.bench_serving``.
 
     moe-engine serve --port 30000 &

@@ -69,8 +69,7 @@ def part_lens(context: int, count: int, size: int) -> list[int]:
 
 
 def merge_parts(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merges the attention over another chunk into `out` and `lse`, in place; in torch, for any device.
-    """
+    """Merges the attention over another chunk into `out` and `lse`, in place; in torch, for any device."""
     size = max(1, MAX_MERGED // max(1, out[:1].numel()))
     for mine, own, theirs, others in zip(*(x.split(size) for x in (out, lse, other, other_lse)), strict=True):
         share = torch.sigmoid(others - own)[..., None]

@@ -24,9 +24,7 @@ class StackedLayer:
     next_norm: Tensor  # [D] float32: the next layer's input norm, or the final norm
     eps: float
     experts: Any | None = None  # from `FusedMoE.fuse`
-    mlp: tuple[PreparedLinear, PreparedLinear] | None = (
-        None  # gate and up [2I, D], down [D, I], see `FusedMLP`
-    )
+    mlp: tuple[PreparedLinear, PreparedLinear] | None = None  # gate and up [2I, D], down [D, I], see `FusedMLP`
 
 
 @runtime_checkable
