@@ -66,8 +66,8 @@ def select(family: str, rows: list[Row], asked: str, device: Device, need: Need)
             raise ValueError(f"unknown {family} backend {asked!r}; known: {', '.join(by_name)}")
         if refusals[asked]:
             raise ValueError(f"{family} backend {asked!r} cannot run here: {refusals[asked]}")
-        others = {n: why or "not requested" for n, why in refusals.items() if n != asked}
-        return choice(by_name[asked], "requested", others)
+        others = {n: why or "not asked for" for n, why in refusals.items() if n != asked}
+        return choice(by_name[asked], "asked for", others)
     able = sorted((row for row in rows if refusals[row.name] is None), key=lambda row: -row.preference)
     if not able:
         raise ValueError(f"no {family} backend can run here: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))

@@ -148,8 +148,8 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
     elif refusals[asked]:
         raise ValueError(f"dispatch backend {asked!r} is unavailable: {refusals[asked]}")
     else:
-        row, reason = by_name[asked], "requested"
-    left_over = "not requested" if asked != "auto" else f"less preferred than {row.name}"
+        row, reason = by_name[asked], "asked for"
+    left_over = "not asked for" if asked != "auto" else f"less preferred than {row.name}"
     others = {name: why or left_over for name, why in refusals.items() if name != row.name}
     return DispatchChoice(row, _modes(row, mode), reason, others)
 

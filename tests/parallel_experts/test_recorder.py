@@ -526,8 +526,8 @@ def test_the_directory_is_the_operators(tmp_path):
     ("fields", "message"),
     [
         ({"mode": "all"}, f"recorder-mode all: unknown; there are {', '.join(MODES)}"),
-        ({"mode": "per_token", "top_k": 9}, "holds 8 experts a token, this model has 9; use per_pass"),
-        ({"mode": "per_token", "source": "dispatcher"}, "per_token cannot count by the dispatcher"),
+        ({"mode": "per_token", "top_k": 9}, "supports 8 experts per token, this model has 9; use per_pass"),
+        ({"mode": "per_token", "source": "dispatcher"}, "per_token does not support the dispatcher"),
         ({"buffer_size": 0}, "--expert-distribution-recorder-buffer-size 0"),
         ({"ep_size": 4}, "not a multiple of --ep-size 4"),
     ],

@@ -112,7 +112,7 @@ def test_parts_that_no_single_mask_does_are_refused(name: str) -> None:
         ([3, 0], [12, 0]),  # no keys
         ([-1, 0], [12, 6]),
     ):
-        with pytest.raises(ValueError, match="part"):
+        with pytest.raises(ValueError, match="chunk"):
             backend.plan_part(queries, firsts, lens)
     with pytest.raises(ValueError, match="causal"):
         backend.plan_part(random_trees(queries)[0], [15, 2], [5, 7])
