@@ -192,9 +192,9 @@ def measure(rank: int, case: Case, seconds: float) -> Line:
                 call()
             own.append((time.perf_counter() - begin) / IN_A_ROW)
         rounds += 1
-        go_on = torch.tensor([rounds < 4 or time.perf_counter() - start < seconds])
-        dist.broadcast(go_on, 0)
-        if not go_on:
+        keep_going = torch.tensor([rounds < 4 or time.perf_counter() - start < seconds])
+        dist.broadcast(keep_going, 0)
+        if not keep_going:
             break
     gloo_ms, shared_ms, plain_ms, wire_ms = (median(own[1:]) * 1e3 for own in times)
     leaves = sum(sum(size) - size[rank] for size in exchanges)

@@ -52,15 +52,15 @@ def measure(
     Raises:
         ConfigError: the checkpoint has no MTP layers. CheckpointError: it cannot be read.
     """
-    dp_sync = DPSync(path, sequences, prompt_len + num_tokens + chain + 1)
+    batch_model = BatchModel(path, sequences, prompt_len + num_tokens + chain + 1)
     generator = torch.Generator().manual_seed(seed)
-    vocab_size = dp_sync.config.vocab_size
+    vocab_size = batch_model.config.vocab_size
     prompts = torch.randint(len(SPECIAL_TOKENS), vocab_size, (sequences, prompt_len), generator=generator)
-    said, state = dp_sync.advance(prompts)
+    said, state = batch_model.advance(prompts)
     answers, drafted = [said], []
     for _ in range(num_tokens):
-        drafted.append(dp_sync.draft(state, chain))
-        said, state = dp_sync.advance(said)
+        drafted.append(batch_model.draft(state, chain))
+        said, state = batch_model.advance(said)
         answers.append(said)
     answer, drafts = torch.cat(answers, dim=1), torch.stack(drafted[: num_tokens + 1 - chain])  # [B, N+1], [n, B, K]
     right = drafts == torch.stack([answer[:, i + 1 : i + 1 + chain] for i in range(len(drafts))])
@@ -69,7 +69,7 @@ def measure(
     return Agreement(right[..., 0].numel(), rates)
 
 
-class DPSync:
+class BatchModel:
     """A model and its MTP layers over B sequences of the same length, each with its own range of the KV pool."""
 
     def __init__(self, path: str | Path, sequences: int, max_len: int) -> None:

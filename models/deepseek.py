@@ -64,7 +64,7 @@ class DeepseekModel(Decoder):
         return LayerStack.of(self.backends.attention, self.embedding.weight, first_norm, self.layers)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        return batch, self.layers[0].attention.pieces(batch)
+        return batch, self.layers[0].attention.chunks(batch)
 
     def make_mtp(self, reader: WeightSource) -> MTPLayers:
         return MTPLayers(self, reader)

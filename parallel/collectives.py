@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_engine.errors import EngineDeadError
 
 Observer = Callable[[str, list[int]], None]
-LOOK_AGAIN = timedelta(milliseconds=50)
+POLL_INTERVAL = timedelta(milliseconds=50)
 """Poll interval of an abortable wait."""
 
 
@@ -159,24 +159,24 @@ class DistributedGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
-        self.tell("all_gather", [x.nbytes] * self.size)
+        self.report("all_gather", [x.nbytes] * self.size)
         self._run("all_gather", _all_gather, _bytes(out).flatten(), _bytes(x.contiguous()).flatten())
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x[0], memory_format=torch.contiguous_format)
-        self.tell("reduce_scatter", [out.nbytes] * self.size)
+        self.report("reduce_scatter", [out.nbytes] * self.size)
         self._run("reduce_scatter", _reduce_scatter, out.flatten(), x.contiguous().flatten())
         return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self.tell("all_reduce", [x.nbytes] * self.size)
+        self.report("all_reduce", [x.nbytes] * self.size)
         self._run("all_reduce", dist.all_reduce, x)
         return x
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        self.tell("broadcast", [x.nbytes if self.rank == source else 0] * self.size)
+        self.report("broadcast", [x.nbytes if self.rank == source else 0] * self.size)
         self._run("broadcast", dist.broadcast, _bytes(x), group_src=source)
         return x
 
@@ -190,7 +190,7 @@ class DistributedGroup:
         if self._given_up is not None and self._given_up.is_set():
             raise PeerLost(f"rank {self.rank} of {self.size} aborts: other ranks were lost")
 
-    def tell(self, operation: str, num_bytes: list[int]) -> None:
+    def report(self, operation: str, num_bytes: list[int]) -> None:
         """Reports the bytes about to be sent to each rank to the observer."""
         if self._observe is not None:
             self._observe(operation, num_bytes)
@@ -233,13 +233,13 @@ def wait_unless(given_up: threading.Event, work: Any, timeout_s: float) -> None:
     while True:
         began = time.monotonic()
         try:
-            work.wait(LOOK_AGAIN)
+            work.wait(POLL_INTERVAL)
             return
         except RuntimeError:
             if work.is_completed():
                 work.wait()  # re-raises the operation's own error
                 return
-            if time.monotonic() - began < LOOK_AGAIN.total_seconds():
+            if time.monotonic() - began < POLL_INTERVAL.total_seconds():
                 raise  # not a timeout
             if given_up.is_set():
                 raise RuntimeError("aborted: other ranks were lost") from None

@@ -152,11 +152,11 @@ def join(
         per_host = topology.tp_size // topology.num_nodes
         return all(len({member // per_host for member in ranks}) == 1 for ranks in lists)
 
-    everybody = [list(range(topology.tp_size))]
+    all_ranks = [list(range(topology.tp_size))]
     return ParallelContext(
         topology=topology,
         world_rank=rank,
-        world=group(everybody),
+        world=group(all_ranks),
         # attention groups run different numbers of these operations, so the observed sequences are not comparable
         attn_tp=group(topology.attn_tp_groups(), observe if topology.attn_dp_size == 1 else None),
         moe_tp=group(topology.moe_tp_groups()),
@@ -164,7 +164,7 @@ def join(
         ep=group(topology.ep_groups(), use="experts"),
         node=group(topology.node_groups(), use="experts"),
         rails=group(topology.rail_groups(), use="experts"),
-        process_group=process_group(everybody, "experts"),
+        process_group=process_group(all_ranks, "experts"),
     )
 
 

@@ -38,12 +38,12 @@ class TokenLayout(Enum):
     SHARE = "share"
 
 
-class TokenMoves(Protocol):
+class DPCommunication(Protocol):
     """Collective: all ranks make the same calls, ranks of an idle group too."""
 
-    moves_in: bool
+    gathers_for_ffn: bool
     """True if `gather` communicates; otherwise it returns its input."""
-    moves_out: bool
+    gathers_for_attention: bool
     """True if `to_attention` communicates."""
 
     def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
@@ -52,20 +52,20 @@ class TokenMoves(Protocol):
     def residual_rows(self, residual: Tensor, step: StepSizes) -> Tensor:
         """A view of the rows [S, D] of `residual` [T, D] kept by this rank; the others are stale."""
 
-    def enter(self, x: Tensor, step: StepSizes) -> Tensor:
+    def gather(self, x: Tensor, step: StepSizes) -> Tensor:
         """[S, D] -> the input tokens of the feed-forward part."""
 
-    def leave(self, x: Tensor, step: StepSizes) -> Tensor:
+    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
         """Result of the feed-forward part -> [S, D]."""
 
     def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
         """[S, D] -> all tokens of the group [T, D]."""
 
 
-class Whole:
+class AllReduce:
     """One attention group; every rank keeps all tokens."""
 
-    moves_in = moves_out = False
+    gathers_for_ffn = gathers_for_attention = False
 
     def __init__(self, parallel: ParallelContext) -> None:
         self._group = parallel.world
@@ -76,23 +76,23 @@ class Whole:
     def residual_rows(self, residual: Tensor, step: StepSizes) -> Tensor:
         return residual
 
-    def enter(self, x: Tensor, step: StepSizes) -> Tensor:
+    def gather(self, x: Tensor, step: StepSizes) -> Tensor:
         return x
 
-    def leave(self, x: Tensor, step: StepSizes) -> Tensor:
+    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
         return sum_over(self._group, x)
 
     def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
         return x
 
 
-class Shares:
+class GatherScatter:
     """Every rank keeps its share of its group's tokens."""
 
     def __init__(self, parallel: ParallelContext, layout: TokenLayout) -> None:
         self._world, self._group = parallel.world, parallel.attn_tp
-        self._gathers = self.moves_in = layout is TokenLayout.ALL
-        self.moves_out = parallel.attn_tp.size > 1
+        self.gathers_for_ffn = layout is TokenLayout.ALL
+        self.gathers_for_attention = parallel.attn_tp.size > 1
 
     def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
         return scatter_sums(self._group, partial, step.group_shares)
@@ -100,11 +100,11 @@ class Shares:
     def residual_rows(self, residual: Tensor, step: StepSizes) -> Tensor:
         return residual[step.own_tokens]
 
-    def enter(self, x: Tensor, step: StepSizes) -> Tensor:
-        return gather_rows(self._world, x, step.shares) if self._gathers else x
+    def gather(self, x: Tensor, step: StepSizes) -> Tensor:
+        return gather_rows(self._world, x, step.shares) if self.gathers_for_ffn else x
 
-    def leave(self, x: Tensor, step: StepSizes) -> Tensor:
-        return scatter_sums(self._world, x, step.shares) if self._gathers else x
+    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
+        return scatter_sums(self._world, x, step.shares) if self.gathers_for_ffn else x
 
     def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
         return gather_rows(self._group, x, step.group_shares)

@@ -216,8 +216,8 @@ class ElasticWorld:
 
     def _new_group(self) -> Any:
         """torch's process group of all ranks of the current world."""
-        everybody = list(range(dist.get_world_size()))
-        group = dist.new_group(everybody, timeout=timedelta(seconds=self._timeout_s))
+        all_ranks = list(range(dist.get_world_size()))
+        group = dist.new_group(all_ranks, timeout=timedelta(seconds=self._timeout_s))
         self._made.append(group)
         return group
 

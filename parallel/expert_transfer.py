@@ -20,11 +20,11 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertWeights, MovableExperts
 from moe_engine.parallel.collectives import PeerLost
-from moe_engine.parallel.overlap import InLine, Lane, Pending
+from moe_engine.parallel.overlap import CommStream, InlineStream, Pending
 from moe_engine.parallel.placement.moves import Chunk
 from moe_engine.parallel.topology import RankLists
 
-IN_LINE = InLine()
+INLINE = InlineStream()
 Kind = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
@@ -58,7 +58,7 @@ class SlotMemory:
         """Spare memory for an expert of the layer."""
         return self._spare[kind_of(self.slot(layer, 0))].pop()
 
-    def give_back(self, spare: list[Tensor]) -> None:
+    def release(self, spare: list[Tensor]) -> None:
         self._spare[kind_of(spare)].append(spare)
 
 
@@ -146,11 +146,13 @@ class ExpertTransfer:
         link: of the G ranks, in the order of their experts.
         rank: this rank's index among them.
         slots_per_rank: P / G.
-        lane: comm stream of messages and copies into spare memory, concurrent with steps.
+        stream: comm stream of messages and copies into spare memory, concurrent with steps.
     """
 
-    def __init__(self, memory: SlotMemory, link: Link, rank: int, slots_per_rank: int, lane: Lane = IN_LINE) -> None:
-        self.lane = lane
+    def __init__(
+        self, memory: SlotMemory, link: Link, rank: int, slots_per_rank: int, stream: CommStream = INLINE
+    ) -> None:
+        self.stream = stream
         self.way_seconds = 0.0
         """Seconds until the last chunk arrived, measured on the host."""
         self._memory = memory
@@ -183,7 +185,7 @@ class ExpertTransfer:
                     received += 1
                 elif sender == self._rank:
                     sends += [(receiver, part) for part in self._memory.slot(chunk.layer, from_slot)]
-        self._under_way = self.lane.run(self._carry, sends, receives, own, chunks if prepare else (), prepare)
+        self._under_way = self.stream.run(self._carry, sends, receives, own, chunks if prepare else (), prepare)
         return received
 
     def _carry(
@@ -219,7 +221,7 @@ class ExpertTransfer:
         self._under_way = None
         for arrival in self._arrivals:
             _copy(arrival.spare, self._memory.slot(arrival.layer, arrival.slot))
-            self._memory.give_back(arrival.spare)
+            self._memory.release(arrival.spare)
         self._arrivals = []
         return prepared
 

@@ -29,7 +29,7 @@ from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.layouts import GroupedLayout
 from moe_engine.parallel.dispatch.local import LocalDispatcher
 from moe_engine.parallel.dispatch.protocol import Phase, Tokens
-from moe_engine.parallel.overlap import Lane, Pending
+from moe_engine.parallel.overlap import CommStream, Pending
 
 
 class RoutedExperts(Protocol):
@@ -126,16 +126,18 @@ class DispatchedExperts(_InSeveralCalls):
 
     # -- the same in stages, with communication in a comm stream
 
-    def send(self, lane: Lane, x: Activation, topk_weights: Tensor, topk_ids: Tensor, phase: Phase) -> Pending[Any]:
+    def send(
+        self, stream: CommStream, x: Activation, topk_weights: Tensor, topk_ids: Tensor, phase: Phase
+    ) -> Pending[Any]:
         """Starts the dispatch."""
-        return lane.run(self._dispatch, x, topk_ids, topk_weights, phase)
+        return stream.run(self._dispatch, x, topk_ids, topk_weights, phase)
 
-    def compute(self, lane: Lane, sent: Pending[Any], topk_weights: Tensor) -> Pending[Tensor]:
+    def compute(self, stream: CommStream, sent: Pending[Any], topk_weights: Tensor) -> Pending[Tensor]:
         """Waits for the received tokens, runs the experts, and starts the combine."""
         batch, handle = sent.wait()
         if self.on_arrival is not None:
             self.on_arrival(_rows_of_slots(batch))
-        return lane.run(self._dispatcher.combine, self._kernel.run(batch, self._weights), topk_weights, handle)
+        return stream.run(self._dispatcher.combine, self._kernel.run(batch, self._weights), topk_weights, handle)
 
 
 def _rows_of_slots(batch: ExpertBatch) -> Tensor:

@@ -41,7 +41,7 @@ class HostGroup:
         self.size, self.rank = inner.size, inner.rank
         self.timeout_s, self.device = inner.timeout_s, inner.device
         self._inner = inner
-        self._tell = inner.tell
+        self._report = inner.report
         extents = self.size * 8  # per rank: end offsets of its parts for each rank
         self._segment = SharedSegment(inner, TURNS * self.size * (extents + REGION), num_flags=1, reserve=True)
         memory = self._segment.bytes.split([TURNS * self.size * extents, TURNS * self.size * REGION])
@@ -56,13 +56,13 @@ class HostGroup:
         shares = [len(x) // self.size] * self.size if x_rows is None else x_rows
         room = [len(out) // self.size] * self.size if out_rows is None else out_rows
         row_bytes = max(x.nbytes // max(len(x), 1), out.nbytes // max(len(out), 1))
-        self._tell("all_to_all", [rows * row_bytes for rows in shares])
+        self._report("all_to_all", [rows * row_bytes for rows in shares])
         ends = [end * row_bytes for end in accumulate(shares)]
         places = [start * row_bytes for start in accumulate(room, initial=0)]
         mine, into = x.view(torch.uint8).flatten(), out.view(torch.uint8).flatten()
         begin = 0
         while True:
-            parts = self._meet(mine[begin : begin + REGION], "all_to_all", ends)
+            parts = self._publish(mine[begin : begin + REGION], "all_to_all", ends)
             extents = self._extents[self._turn % TURNS]
             for source in range(self.size):
                 start, stop = (int(extents[source, self.rank - 1]) if self.rank else 0), int(extents[source, self.rank])
@@ -75,31 +75,31 @@ class HostGroup:
                 return
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self._tell("all_gather", [x.nbytes] * self.size)
+        self._report("all_gather", [x.nbytes] * self.size)
         out = x.new_empty(self.size, *x.shape)
         mine, into = x.contiguous().view(-1).view(torch.uint8), out.view(self.size, -1).view(torch.uint8)
         for begin in range(0, len(mine), REGION):
             part = mine[begin : begin + REGION]
-            into[:, begin : begin + len(part)] = self._meet(part, "all_gather")[:, : len(part)]
+            into[:, begin : begin + len(part)] = self._publish(part, "all_gather")[:, : len(part)]
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x[0], memory_format=torch.contiguous_format)
-        self._tell("reduce_scatter", [out.nbytes] * self.size)
+        self._report("reduce_scatter", [out.nbytes] * self.size)
         mine, into = x.reshape(self.size, -1), out.view(-1)
         step = REGION // (self.size * x.element_size())
         for begin in range(0, len(into), step):
             part = mine[:, begin : begin + step].contiguous()
-            parts = self._meet(part.view(-1).view(torch.uint8), "reduce_scatter")[:, : part.nbytes]
+            parts = self._publish(part.view(-1).view(torch.uint8), "reduce_scatter")[:, : part.nbytes]
             addends = parts.view(x.dtype).view(self.size, self.size, -1)[:, self.rank]
             _add(addends, into[begin : begin + step])
         return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self._tell("all_reduce", [x.nbytes] * self.size)
+        self._report("all_reduce", [x.nbytes] * self.size)
         for part in x.view(-1).split(REGION // x.element_size()):
-            parts = self._meet(part.view(torch.uint8), "all_reduce")[:, : part.nbytes]
+            parts = self._publish(part.view(torch.uint8), "all_reduce")[:, : part.nbytes]
             _add(parts.view(x.dtype), part)
         return x
 
@@ -115,7 +115,7 @@ class HostGroup:
     def check(self) -> None:
         self._inner.check()
 
-    def _meet(self, part: Tensor, operation: str, extents: Sequence[int] | None = None) -> Tensor:
+    def _publish(self, part: Tensor, operation: str, extents: Sequence[int] | None = None) -> Tensor:
         """Publishes this rank's bytes; returns the bytes of all ranks, [R, S], valid until the turn after the next."""
         self._turn += 1
         turn = self._turn % TURNS

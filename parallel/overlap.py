@@ -19,7 +19,7 @@ class Pending(Protocol[T]):
         """Waits for the result; re-raises the call's exception."""
 
 
-class Lane(Protocol):
+class CommStream(Protocol):
     """Runs calls in order. All ranks of a group submit the same calls in the same order."""
 
     def run(self, call: Callable[..., Any], *args: Any) -> Pending[Any]: ...
@@ -27,7 +27,7 @@ class Lane(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of dispatch and combine, which run in `lane`.
+    """Overlap of dispatch and combine, which run in `comm_stream`.
 
     Attributes:
         two_batches: two-batch overlap (TBO): a step is split in halves; one computes while the other communicates.
@@ -35,13 +35,13 @@ class Overlap:
         shared_expert: the shared expert is computed during dispatch.
     """
 
-    lane: Lane
+    comm_stream: CommStream
     two_batches: bool = False
     threshold: float = 0.48
     shared_expert: bool = False
 
 
-class ThreadLane:
+class CommThread:
     """A separate thread: collectives wait without the GIL, so the owner computes meanwhile."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class ThreadLane:
         return _Future(self._thread.submit(_infer, call, *args))
 
 
-class InLine:
+class InlineStream:
     """No overlap: runs in the owner's thread."""
 
     def run(self, call: Callable[..., Any], *args: Any) -> Pending[Any]:

@@ -55,7 +55,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
     left_out: set[str] = set()
     failures = []
 
-    def is_not_mine(*, key: Any, fn: Any, **rest: Any) -> bool:
+    def is_other_share(*, key: Any, fn: Any, **rest: Any) -> bool:
         name = f"{fn.name} {key}"
         if zlib.crc32(name.encode()) % count != number:
             return True
@@ -65,7 +65,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
 
     own = folder / str(number)
     with absent_device(_arch(machine)) as compilations:
-        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, is_not_mine
+        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, is_other_share
         try:
             for name, launch in of_suite(own, machine, setting.dry):
                 try:

@@ -21,8 +21,8 @@ MAX_MERGED = 1 << 22
 
 
 @dataclass(frozen=True)
-class Part:
-    """Tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context, see `ExpandsParts.plan_part`.
+class Chunk:
+    """Tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context, see `ExpandsChunks.plan_chunk`.
 
     Raises:
         ValueError: a query token would see none of these tokens, or the requests need different masks.
@@ -56,7 +56,7 @@ class Part:
         return torch.cat(found, 1)[0].long()
 
 
-def part_lens(context: int, count: int, size: int) -> list[int]:
+def chunk_lens(context: int, count: int, size: int) -> list[int]:
     """Chunk lengths, each at most `size`, of a longer context whose last `count` <= `size` tokens are queries.
 
     The last chunk holds all query tokens. The chunks before it have equal length, except possibly the first: chunks of
@@ -68,7 +68,7 @@ def part_lens(context: int, count: int, size: int) -> list[int]:
     return [context - last - (before - 1) * each, *[each] * (before - 1), last]
 
 
-def merge_parts(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+def merge_chunks(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merges the attention over another chunk into `out` and `lse`, in place; in torch, for any device."""
     size = max(1, MAX_MERGED // max(1, out[:1].numel()))
     for mine, own, theirs, others in zip(*(x.split(size) for x in (out, lse, other, other_lse)), strict=True):

@@ -137,11 +137,11 @@ class SharesContext(Protocol):
 
 
 @runtime_checkable
-class ExpandsParts(Protocol):
+class ExpandsChunks(Protocol):
     """An MLA backend whose expanded form runs in context chunks, so that the keys and values of a long context never
     exist at once; chunk results are merged by their log-sum-exp."""
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Any:
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Any:
         """Plans tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context: host work, once per step.
         The result is also `gather_latent`'s plan for these tokens, with `out` of their number.
 
@@ -150,12 +150,12 @@ class ExpandsParts(Protocol):
         for others.
         """
 
-    def expanded_part(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Any) -> tuple[Tensor, Tensor]:
+    def expanded_chunk(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Any) -> tuple[Tensor, Tensor]:
         """`MLABackend.expanded` over the chunk's tokens: (out [T, H, V], log-sum-exp [T, H] float32, natural), both
         contiguous."""
 
-    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        """Merges `expanded_part`'s result for another chunk into `out` and `lse`, in place; all contiguous."""
+    def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        """Merges `expanded_chunk`'s result for another chunk into `out` and `lse`, in place; all contiguous."""
 
 
 @runtime_checkable

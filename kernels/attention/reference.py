@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
-from moe_engine.kernels.attention.parts import Part, merge_parts
+from moe_engine.kernels.attention.parts import Chunk, merge_chunks
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 
 MAX_SCORES = 1 << 22
@@ -21,7 +21,7 @@ MAX_SCORES = 1 << 22
 
 
 class TorchMLA:
-    """`MLABackend` and `ExpandsParts` for any device and shape."""
+    """`MLABackend` and `ExpandsChunks` for any device and shape."""
 
     name = "torch"
 
@@ -45,7 +45,7 @@ class TorchMLA:
     ) -> Tensor:
         """See the protocol; `value_width` is C where the rotary width is not 64."""
         queries.refuse_tree("gathered")
-        if isinstance(plan, Part):
+        if isinstance(plan, Chunk):
             rows = cache.index_select(0, plan.slots())
         else:
             parts = [slots for _, slots, _ in _requests(queries)]
@@ -59,17 +59,17 @@ class TorchMLA:
         queries.refuse_tree("expanded")
         return _expanded(q, kv, k_rope, scale, queries, [0] * queries.num_requests, queries.context_lens)
 
-    # -- `ExpandsParts`
+    # -- `ExpandsChunks`
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Part:
-        return Part(queries, first_keys, key_lens)
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Chunk:
+        return Chunk(queries, first_keys, key_lens)
 
-    def expanded_part(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Part) -> tuple[Tensor, Tensor]:
+    def expanded_chunk(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Chunk) -> tuple[Tensor, Tensor]:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         return _expanded(q, kv, k_rope, scale, plan.queries, plan.first_keys, plan.key_lens, lse), lse
 
-    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        merge_parts(out, lse, other, other_lse)
+    def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        merge_chunks(out, lse, other, other_lse)
 
 
 class TorchGQA:

@@ -25,27 +25,27 @@ class _Step(ctypes.Structure):
     ]
 
 
-class _Judged(ctypes.Structure):
+class _Results(ctypes.Structure):
     _fields_ = [(name, P) for name in ("starts", "tokens", "counts", "seconds")]
 
 
 @dataclass(slots=True)
-class _Room:
+class _Buffers:
     """Result buffers for a set of rows, kept for later steps, which mostly have the same rows."""
 
     rows: np.ndarray
     depth: int
-    judged: VerifiedChains
+    results: VerifiedChains
     rows_address: int
-    struct: _Judged
+    struct: _Results
 
     @staticmethod
-    def of(rows: np.ndarray, depth: int) -> _Room:
+    def of(rows: np.ndarray, depth: int) -> _Buffers:
         count = len(rows)
         starts, counts = np.empty((2, count), dtype=np.int64)
-        judged = VerifiedChains(starts, np.empty((count, depth + 1), dtype=np.int64), counts, np.empty(3))
-        struct = _Judged(*(array.ctypes.data for array in judged))
-        return _Room(rows, depth, judged, rows.ctypes.data, struct)
+        results = VerifiedChains(starts, np.empty((count, depth + 1), dtype=np.int64), counts, np.empty(3))
+        struct = _Results(*(array.ctypes.data for array in results))
+        return _Buffers(rows, depth, results, rows.ctypes.data, struct)
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class DraftStepPointer:
     kind: int
     struct: _Step
     keep: tuple[Any, ...]
-    room: _Room | None = None
+    buffers: _Buffers | None = None
 
 
 def fuse(
@@ -79,16 +79,16 @@ def run(
     library: Library, step: DraftStepPointer, rows: np.ndarray, depth: int, draws: StepDraws | None
 ) -> VerifiedChains:
     """See `FusedDraftStep.run_step`."""
-    room = step.room
-    if room is None or room.rows is not rows or room.depth != depth:
-        room = step.room = _Room.of(rows, depth)
+    buffers = step.buffers
+    if buffers is None or buffers.rows is not rows or buffers.depth != depth:
+        buffers = step.buffers = _Buffers.of(rows, depth)
     draft_draws = draws_struct(None if draws is None else draws.of_rows)
     token_draws = draws_struct(None if draws is None else draws.of_tokens)
     too_short = library.moe_draft_step(
-        step.kind, ctypes.addressof(step.struct), room.rows_address, len(rows), depth, ctypes.addressof(draft_draws),
+        step.kind, ctypes.addressof(step.struct), buffers.rows_address, len(rows), depth, ctypes.addressof(draft_draws),
         ctypes.addressof(token_draws), None if draws is None else draws.uniform.ctypes.data,
-        ctypes.addressof(room.struct),
+        ctypes.addressof(buffers.struct),
     )  # fmt: skip
     if too_short >= 0:
         raise ValueError(f"row {too_short} grows by {depth + 1} tokens beyond its table")
-    return room.judged
+    return buffers.results

@@ -25,18 +25,18 @@ BLOCK_FP8 = ExpertTiles(
     TileTable(
         _DEFAULT,
         (
-            (16, Tiles(16, 128, 4, 4, swap=True)),
-            (32, Tiles(32, 128, 8, 4, swap=True)),
-            (None, Tiles(64, 128, 8, 4, group=8, bulk=True)),
+            (16, Tiles(16, 128, 4, 4, swap_ab=True)),
+            (32, Tiles(32, 128, 8, 4, swap_ab=True)),
+            (None, Tiles(64, 128, 8, 4, group=8, tma=True)),
         ),
     ),
     TileTable(
         _DEFAULT,
         (
-            (16, Tiles(16, 128, 4, 5, swap=True)),
-            (32, Tiles(32, 128, 4, 5, swap=True)),
+            (16, Tiles(16, 128, 4, 5, swap_ab=True)),
+            (32, Tiles(32, 128, 4, 5, swap_ab=True)),
             (96, Tiles(64, 128, 4, 4)),
-            (None, Tiles(128, 128, 8, 4, group=8, bulk=True)),
+            (None, Tiles(128, 128, 8, 4, group=8, tma=True)),
         ),
     ),
     block_k=128,
@@ -47,19 +47,19 @@ PLAIN = ExpertTiles(
     TileTable(
         _DEFAULT,
         (
-            (16, Tiles(16, 64, 4, 4, swap=True)),
-            (32, Tiles(32, 64, 4, 4, swap=True)),
+            (16, Tiles(16, 64, 4, 4, swap_ab=True)),
+            (32, Tiles(32, 64, 4, 4, swap_ab=True)),
             (96, Tiles(64, 64, 4, 4)),
-            (None, Tiles(128, 128, 8, 3, group=8, bulk=True)),
+            (None, Tiles(128, 128, 8, 3, group=8, tma=True)),
         ),
     ),
     TileTable(
         _DEFAULT,
         (
-            (16, Tiles(16, 64, 4, 5, swap=True)),
-            (32, Tiles(32, 64, 4, 5, swap=True)),
+            (16, Tiles(16, 64, 4, 5, swap_ab=True)),
+            (32, Tiles(32, 64, 4, 5, swap_ab=True)),
             (96, Tiles(64, 128, 4, 4)),
-            (None, Tiles(128, 128, 8, 4, group=8, bulk=True)),
+            (None, Tiles(128, 128, 8, 4, group=8, tma=True)),
         ),
     ),
     block_k=64,

@@ -31,7 +31,7 @@ from moe_engine.kernels.linear.products import (
     weight_tile,
 )
 from moe_engine.kernels.linear.tiles import Tiles
-from moe_engine.kernels.linear.triton_block_gemm import fits_bulk
+from moe_engine.kernels.linear.triton_block_gemm import fits_tma
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
@@ -212,7 +212,7 @@ def gate_up(
     data = x.data if isinstance(x, QuantizedRows) else x
     width, hidden = weight.shape[1] // 2, weight.shape[2]
     tiles, block_k = groups.tiles.gate_up.at(groups.mean_rows), groups.tiles.block_k
-    matrix, bulk = _weight(weight, tiles, block_k)
+    matrix, tma = _weight(weight, tiles, block_k)
     out: Tensor | QuantizedRows
     if isinstance(x, QuantizedRows):
         out = QuantizedRows.empty(groups.num_rows, width, data.device)
@@ -223,7 +223,7 @@ def gate_up(
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
             _scale_stride(x), _scale_stride(out),
-            **_constants(groups, width, hidden, scales is not None, tiles, bulk),
+            **_constants(groups, width, hidden, scales is not None, tiles, tma),
             **_gathering(top_k if source is not None else 0, power_of_two),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -240,13 +240,13 @@ def down(
     data = x.data if isinstance(x, QuantizedRows) else x
     hidden, width = weight.shape[1], weight.shape[2]
     tiles, block_k = groups.tiles.down.at(groups.mean_rows), groups.tiles.block_k
-    matrix, bulk = _weight(weight, tiles, block_k)
+    matrix, tma = _weight(weight, tiles, block_k)
     out = torch.empty(groups.num_rows, hidden, dtype=dtype, device=data.device)
     grid = groups.max_tiles(tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
     if grid:
         down_kernel[(grid,)](
             data, _scales(x), groups.sizes, matrix, scales, out, groups.capacity, _scale_stride(x),
-            **_constants(groups, hidden, width, scales is not None, tiles, bulk),
+            **_constants(groups, hidden, width, scales is not None, tiles, tma),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out
@@ -263,17 +263,17 @@ def _scale_stride(x: Tensor | QuantizedRows) -> int:
 def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | TensorDescriptor, bool]:
     """weight [E, N, K] as kernel argument: itself, or the TMA descriptor of [E * N, K]."""
     matrix = weight.view(-1, weight.shape[2])
-    if not tiles.bulk or not fits_bulk(matrix):
+    if not tiles.tma or not fits_tma(matrix):
         return weight, False
     return TensorDescriptor.from_tensor(matrix, [tiles.block_n, block_k]), True
 
 
-def _constants(groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, bulk: bool) -> dict[str, Any]:
+def _constants(groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, tma: bool) -> dict[str, Any]:
     """Constants of a product with weights [E, `n`, `k`] (gate and up count as one `n`)."""
     return {
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
-        "PADDED": groups.capacity > 0, "SWAP_AB": tiles.swap, "TMA": bulk, "FP8": fp8,
+        "PADDED": groups.capacity > 0, "SWAP_AB": tiles.swap_ab, "TMA": tma, "FP8": fp8,
     }  # fmt: skip
 
 
@@ -302,19 +302,19 @@ def cases_of(
     none: dict[str, Any] = {} if fp8 else dict.fromkeys(scales)
     signature |= dict.fromkeys(scales, "*fp32") if fp8 else {}
     name = f"{model.name}_e{num_experts}_{'padded' if padded else 'grouped'}{'_fixed' * deterministic}"
-    constants = _constants(groups, model.width, model.hidden, fp8, first, first.bulk)
+    constants = _constants(groups, model.width, model.hidden, fp8, first, first.tma)
     constants |= _gathering(0 if padded else model.top_k, False)
     more = {"out": f"*{kind}", "out_scale_stride": "i32"} | ({"out_scales": "*fp32"} if fp8 else {})
     more |= {} if padded else {"source": "*i32"}
     nothing = none | ({} if fp8 else {"out_scales": None}) | ({"source": None} if padded else {})
-    if first.bulk:
+    if first.tma:
         more["weight"] = f"tensordesc<{kind}[{first.block_n}, {table.block_k}]>"
     up = AotCase(
         f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
         first.num_warps, first.num_stages, True,
     )  # fmt: skip
-    constants = _constants(groups, model.hidden, model.width, fp8, second, second.bulk)
-    signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.bulk else f"*{kind}"
+    constants = _constants(groups, model.hidden, model.width, fp8, second, second.tma)
+    signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.tma else f"*{kind}"
     result = AotCase(
         f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
         signature | {"out": f"*{element(dtype)}"}, constants | none, second.num_warps, second.num_stages, True,

@@ -91,7 +91,7 @@ class DeepGemm:
         """True if scales are powers of two, packed."""
         self._quantization: Quantization = quantization or _quantization()
         self.permutation: Permutation = _permutation(self._quantization)
-        self._takes_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
+        self._needs_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
 
     @staticmethod
     def serves(n: int, k: int) -> bool:
@@ -157,7 +157,7 @@ class DeepGemm:
         group = torch.searchsorted(offsets[1:], row, right=True).clamp_max(num_groups - 1)
         place = row - offsets[group] + starts[group]
         most = most_rows(num_rows, num_groups, alignment)
-        if self._takes_ends:
+        if self._needs_ends:
             return Groups(place, most, (starts + counts).to(torch.int32), True)
         layout = torch.full((most,), -1, dtype=torch.int32, device=offsets.device)
         layout[place] = torch.where(row < offsets[-1], group, -1).to(torch.int32)
@@ -168,7 +168,7 @@ class DeepGemm:
         padding: each missing pair leaves a spare row in the worst case."""
         most = len(order.source)
         place = order.positions.flatten().long().remainder(most)
-        if self._takes_ends:
+        if self._needs_ends:
             return Groups(place, most, order.ends, True)
         row = torch.arange(most, dtype=torch.int32, device=place.device)
         group = torch.searchsorted(order.offsets[1:], row, right=True, out_int32=True)

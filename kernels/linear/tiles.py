@@ -19,10 +19,10 @@ class Tiles:
     """Tiling of one product.
 
     Attributes:
-        swap: multiply weight by rows (swap AB): the weight's 64 or more rows fill the tensor core's M, few rows its N.
+        swap_ab: multiply weight by rows: the weight's 64 or more rows fill the tensor core's M, few rows its N.
         group: row tiles that share a weight tile in the L2 cache.
         split: parts of K, summed afterwards in a fixed order.
-        bulk: weights are loaded by TMA, which computes addresses itself: large tiles have no registers to
+        tma: weights are loaded by TMA, which computes addresses itself: large tiles have no registers to
             spare for them.
     """
 
@@ -30,10 +30,10 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
-    swap: bool = False
+    swap_ab: bool = False
     group: int = 1
     split: int = 1
-    bulk: bool = False
+    tma: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class TileTable:
 BLOCK_FP8 = TileTable(
     "unmeasured default: chosen by shared memory, registers and waves of 132 SMs",
     (
-        (16, Tiles(16, 128, 4, 5, swap=True)),
-        (32, Tiles(32, 128, 4, 5, swap=True)),
+        (16, Tiles(16, 128, 4, 5, swap_ab=True)),
+        (32, Tiles(32, 128, 4, 5, swap_ab=True)),
         (64, Tiles(64, 64, 4, 5)),
         (256, Tiles(64, 128, 4, 4)),
-        (None, Tiles(128, 128, 8, 4, group=8, bulk=True)),
+        (None, Tiles(128, 128, 8, 4, group=8, tma=True)),
     ),
 )
 

@@ -106,14 +106,14 @@ def block_gemm(
     split = tiles.split > 1
     target = torch.empty(tiles.split, m, n, dtype=torch.float32, device=out.device) if split else out
     x, matrix = rows.data, weight.data
-    bulk = tiles.bulk and fits_bulk(matrix) and fits_bulk(x)
-    if bulk:
+    tma = tiles.tma and fits_tma(matrix) and fits_tma(x)
+    if tma:
         x = TensorDescriptor.from_tensor(x, [tiles.block_m, BLOCK])
         matrix = TensorDescriptor.from_tensor(matrix, [tiles.block_n, BLOCK])
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n), tiles.split)
     block_gemm_kernel[grid](
         x, rows.scales, matrix, weight.scales, None if split else bias, target, m, rows.scale_stride,
-        **_constants(n, k, tiles, bulk, bias is not None and not split), num_warps=tiles.num_warps,
+        **_constants(n, k, tiles, tma, bias is not None and not split), num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
     if split:
@@ -123,15 +123,15 @@ def block_gemm(
     return out
 
 
-def fits_bulk(matrix: Tensor) -> bool:
+def fits_tma(matrix: Tensor) -> bool:
     """True if TMA can read tiles of a contiguous [N, K]: address and row size in multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
-def _constants(n: int, k: int, tiles: Tiles, bulk: bool, has_bias: bool) -> dict[str, Any]:
+def _constants(n: int, k: int, tiles: Tiles, tma: bool, has_bias: bool) -> dict[str, Any]:
     return {
         "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
-        "SPLIT": tiles.split, "SWAP_AB": tiles.swap, "TMA": bulk, "HAS_BIAS": has_bias,
+        "SPLIT": tiles.split, "SWAP_AB": tiles.swap_ab, "TMA": tma, "HAS_BIAS": has_bias,
     }  # fmt: skip
 
 
@@ -143,10 +143,10 @@ def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16) -> list[Ao
         "x": "*fp8e4nv", "x_scales": "*fp32", "weight": "*fp8e4nv", "weight_scales": "*fp32", "out": f"*{result}",
         "num_rows": "i32", "scale_stride": "i32",
     }  # fmt: skip
-    if tiles.bulk:
+    if tiles.tma:
         signature["x"] = f"tensordesc<fp8e4nv[{tiles.block_m}, {BLOCK}]>"
         signature["weight"] = f"tensordesc<fp8e4nv[{tiles.block_n}, {BLOCK}]>"
-    constants = _constants(n, k, tiles, tiles.bulk, False) | {"bias": None}
+    constants = _constants(n, k, tiles, tiles.tma, False) | {"bias": None}
     name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}"
     cases = [AotCase(name, block_gemm_kernel, signature, constants, tiles.num_warps, tiles.num_stages, True)]
     if tiles.split > 1:

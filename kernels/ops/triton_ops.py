@@ -77,5 +77,5 @@ class TritonOps:
 def _quantized(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat
 ) -> QuantizedActivation:
-    numbers, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, keep=format.numbers)
-    return QuantizedActivation(rows, numbers, x.dtype)
+    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, keep=format.unquantized)
+    return QuantizedActivation(rows, normed, x.dtype)

@@ -158,15 +158,15 @@ def _logits_plan(
 ) -> tuple[dict, tuple[int, int, int], int, int]:
     """(constants, grid, warps, stages) of the logits kernel for `count` tokens."""
     few = deterministic or count <= _SPLIT_TOKENS
-    pieces = dtype == torch.bfloat16
+    bf16x3 = dtype == torch.bfloat16
     block_t = (16 if count <= 16 and not deterministic else 64) if few else 128
     block_e = min(64, max(16, next_power_of_2(experts)))
-    block_d = (64 if few else 32) if pieces else 32
-    if not pieces:
+    block_d = (64 if few else 32) if bf16x3 else 32
+    if not bf16x3:
         block_t = min(block_t, 32)  # float32 products do not use tensor cores: small tiles, no spills
     part = (_FIXED_PART if deterministic else _PART) if few else next_power_of_2(hidden)
     constants = {
-        "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "BF16X3": pieces,
+        "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "BF16X3": bf16x3,
         "BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_D": block_d,
     }  # fmt: skip
     grid = (triton.cdiv(count, block_t), triton.cdiv(experts, block_e), triton.cdiv(hidden, part))

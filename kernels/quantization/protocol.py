@@ -93,19 +93,19 @@ class ActivationFormat:
     """Activation formats that a module reads.
 
     Attributes:
-        numbers: unquantized, in the activation dtype.
+        unquantized: in the activation dtype.
         rows: quantized, as `QuantizedRows`.
         power_of_two: with power-of-two scales.
     """
 
-    numbers: bool = True
+    unquantized: bool = True
     rows: bool = False
     power_of_two: bool = False
 
     @classmethod
     def fp8(cls, power_of_two: bool) -> ActivationFormat:
         """Quantized rows only."""
-        return cls(numbers=False, rows=True, power_of_two=power_of_two)
+        return cls(unquantized=False, rows=True, power_of_two=power_of_two)
 
 
 UNQUANTIZED = ActivationFormat()
@@ -116,7 +116,7 @@ def common_format(*parts: ActivationFormat) -> ActivationFormat:
     kinds = {part.power_of_two for part in parts if part.rows}
     if len(kinds) != 1:
         return UNQUANTIZED
-    return ActivationFormat(any(part.numbers for part in parts), True, kinds.pop())
+    return ActivationFormat(any(part.unquantized for part in parts), True, kinds.pop())
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class QuantizedActivation:
     """
 
     rows: QuantizedRows
-    numbers: Tensor | None
+    unquantized: Tensor | None
     dtype: torch.dtype
 
     def __len__(self) -> int:
@@ -142,9 +142,9 @@ class QuantizedActivation:
         """
         if format.rows:
             return self
-        if self.numbers is None:
+        if self.unquantized is None:
             raise ValueError("the unquantized values of this activation were not kept")
-        return self.numbers
+        return self.unquantized
 
 
 Activation = Tensor | QuantizedActivation

@@ -41,10 +41,10 @@ class FlashInferSampling:
         return torch.where(value.isfinite(), index, INVALID_TOKEN)
 
     def sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
-        return _in_pieces(self._sample, logits, parameters, uniform)
+        return _in_batches(self._sample, logits, parameters, uniform)
 
     def probabilities(self, logits: Tensor, parameters: SamplingParameters, tokens: Tensor) -> Tensor:
-        return _in_pieces(self._probabilities, logits, parameters, tokens)
+        return _in_batches(self._probabilities, logits, parameters, tokens)
 
     def _sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
         tokens, drawn = self.greedy(logits), parameters.draws != Draw.GREEDY
@@ -96,18 +96,18 @@ class FlashInferSampling:
         return torch.where(top_p < 1.0, _first_of_equals(kept, left, needed), kept)
 
 
-def _in_pieces(
+def _in_batches(
     work: Callable[[Tensor, SamplingParameters, Tensor], Tensor], logits: Tensor, p: SamplingParameters, asked: Tensor
 ) -> Tensor:
     """Runs a bounded number of rows at a time: sampling needs several copies of their logits."""
     at_once = max(1, MAX_ELEMENTS // logits.shape[-1])
     if len(logits) <= at_once:
         return work(logits, p, asked)
-    pieces = []
+    batches = []
     for begin in range(0, len(logits), at_once):
         part = slice(begin, begin + at_once)
-        pieces.append(work(logits[part], p.part(part), asked[part]))
-    return torch.cat(pieces)
+        batches.append(work(logits[part], p.part(part), asked[part]))
+    return torch.cat(batches)
 
 
 def _first_of_equals(values: Tensor, left: Tensor, needed: Any) -> Tensor:

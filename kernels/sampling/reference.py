@@ -100,7 +100,7 @@ def _by_group(
     columns = (p.temperature[:, None], p.top_p[:, None], p.min_p[:, None], p.top_k[:, None])
     present = [Draw(draw) for draw in np.unique(p.draws).tolist()]
     at_once = max(1, (MAX_ELEMENTS if p.asynchronous else CACHED_ELEMENTS) // logits.shape[-1])
-    pieces: list[Tensor] = []
+    results: list[Tensor] = []
     order: list[Tensor] = []
     for draw in present:
         group = _Group(draw, p.asynchronous, logits, *columns, asked)
@@ -109,8 +109,8 @@ def _by_group(
             order.append(index)
             group = group.take(index)
         for begin in range(0, len(group.logits), at_once):
-            pieces.append(work(group.take(slice(begin, begin + at_once))))
-    done = torch.cat(pieces)
+            results.append(work(group.take(slice(begin, begin + at_once))))
+    done = torch.cat(results)
     return torch.empty_like(done).index_copy_(0, torch.cat(order), done) if order else done
 
 

@@ -132,7 +132,7 @@ class SymmMemExchange:
         notify_kernel[(ranks,)](
             ids, self._peers, self._state[number], self._numbers[number], ids.numel(), self._rank, slot.counts,
             slot.flags[COUNTED], **notify_constants(regions.num_local, ranks),
-            num_warps=TILES.announce_warps,
+            num_warps=TILES.notify_warps,
         )  # fmt: skip
 
     def send(self, x: Activation, ids: Tensor, number: int, power_of_two: bool = False) -> None:

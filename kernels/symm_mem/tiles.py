@@ -14,7 +14,7 @@ class PeerTiles:
     """`origin`: source of the values.
 
     Attributes:
-        announce_step: pairs compared with each other at once.
+        notify_step: pairs compared with each other at once.
         row_cols: row elements per iteration; row_blocks: blocks of 128 of an FP8 row.
         receive_parts: programs per expert for dequantizing FP8 rows; return_parts: the same for sending results.
         copy_programs: programs of one row copy.
@@ -22,8 +22,8 @@ class PeerTiles:
     """
 
     origin: str
-    announce_step: int
-    announce_warps: int
+    notify_step: int
+    notify_warps: int
     row_cols: int
     row_blocks: int
     row_warps: int
@@ -36,8 +36,8 @@ class PeerTiles:
 
 TILES = PeerTiles(
     "unmeasured default: 8 bf16 elements per thread, programs for several waves of 132 SMs at 128 tokens of 8 choices",
-    announce_step=64,
-    announce_warps=8,
+    notify_step=64,
+    notify_warps=8,
     row_cols=1024,
     row_blocks=8,
     row_warps=4,

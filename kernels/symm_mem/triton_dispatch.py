@@ -172,7 +172,7 @@ def receive_kernel(
 
 def notify_constants(num_local: int, num_ranks: int) -> dict[str, Any]:
     local = triton.next_power_of_2(num_local)
-    return {"NUM_LOCAL": num_local, "LOCAL": local, **rank_constants(num_ranks), "STEP": TILES.announce_step}
+    return {"NUM_LOCAL": num_local, "LOCAL": local, **rank_constants(num_ranks), "STEP": TILES.notify_step}
 
 
 def send_constants(
@@ -202,7 +202,7 @@ def _cases_of(shape: CompiledShape) -> list[AotCase]:
     sizes_of = (shape.hidden, shape.num_local, shape.num_ranks, shape.fp8)
     found = []
     kernels = [
-        (notify_kernel, "notify", notify_constants(shape.num_local, shape.num_ranks), TILES.announce_warps),
+        (notify_kernel, "notify", notify_constants(shape.num_local, shape.num_ranks), TILES.notify_warps),
         (send_kernel, "send", send_constants(shape.top_k, *sizes_of) | {"x_scales": None}, TILES.row_warps),
         (receive_kernel, "receive", receive_constants(*sizes_of), TILES.row_warps),
     ]

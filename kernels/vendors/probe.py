@@ -127,7 +127,7 @@ def accepts(function: Callable[..., Any], argument: str) -> bool:
         return f"{argument}:" in (function.__doc__ or "")
 
 
-def takes_nothing(function: Callable[..., Any]) -> bool:
+def needs_no_arguments(function: Callable[..., Any]) -> bool:
     """True if a function can be called without arguments."""
     try:
         inspect.signature(function).bind()

@@ -25,7 +25,7 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
 from moe_engine.models.layers.rope import make_rotary_table
-from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_moves, with_sizes
+from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -91,8 +91,8 @@ class Decoder:
             layer = DecoderLayer(attention, post, feed_forward, next_norm)
             regions = self.backends.regions
             return layer if regions is None else CompiledLayer(layer, regions)
-        moves = choose_moves(self.parallel, feed_forward.tokens, shared_out)
-        return ShardedLayer(attention, post, feed_forward, next_norm, moves)
+        comm = choose_communication(self.parallel, feed_forward.tokens, shared_out)
+        return ShardedLayer(attention, post, feed_forward, next_norm, comm)
 
     @property
     def moes(self) -> list[MoE]:

@@ -96,8 +96,8 @@ class Head:
             )
         if not any(step.logits):
             return hidden.new_empty(0, self._vocab_size)
-        everybody = gather_rows(self._group, hidden[step.own_logits], step.logit_shares)  # [N, D]
-        columns = self._linear(everybody)  # [N, W]
+        all_rows = gather_rows(self._group, hidden[step.own_logits], step.logit_shares)  # [N, D]
+        columns = self._linear(all_rows)  # [N, W]
         if self._repeats > 1:  # every rank of a group gets the group's rows
             columns = torch.cat([rows for rows in columns.split(list(step.logits)) for _ in range(self._repeats)])
         return exchange_columns(self._group, columns, _repeat(step.logits, self._repeats))

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import ExpandsParts, FusedMLA, MLABackend, MLALayer, PagedQueries
+from moe_engine.kernels.attention.protocol import ExpandsChunks, FusedMLA, MLABackend, MLALayer, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
@@ -136,21 +136,21 @@ class MLAAttention:
             return self._kv_a.input_format
         return common_format(self._kv_a.input_format, self._q.input_format)
 
-    def pieces(self, batch: ForwardBatch) -> list[AttentionChunk]:
+    def chunks(self, batch: ForwardBatch) -> list[AttentionChunk]:
         """Host work of a step, the same for every layer: compute it once and pass it to each `forward`."""
         return mla_chunks.cut(batch.attention, self._backend, batch.attention_plan, *self._limits)
 
-    def forward(self, hidden: Activation, batch: ForwardBatch, pieces: list[AttentionChunk] | None = None) -> Tensor:
+    def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache = self._mla, batch.kv[self._layer_index]
-        pieces = self.pieces(batch) if pieces is None else pieces
-        run, absorbed = self._run_whole, len(pieces) == 1 and pieces[0].absorbed
+        chunks = self.chunks(batch) if chunks is None else chunks
+        run, absorbed = self._run_whole, len(chunks) == 1 and chunks[0].absorbed
         if run is not None and absorbed and len(hidden) <= self._max_fused_tokens:
-            return run(hidden, batch.positions, batch.slots, cache, pieces[0].queries, pieces[0].plan)
+            return run(hidden, batch.positions, batch.slots, cache, chunks[0].queries, chunks[0].plan)
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
-        for piece in pieces:
-            attend = self._absorbed if piece.absorbed else self._expanded
-            attend(q[piece.tokens], cache, piece, out[piece.tokens])
+        for chunk in chunks:
+            attend = self._absorbed if chunk.absorbed else self._expanded
+            attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
         return self._o(out.flatten(1))
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
@@ -169,11 +169,11 @@ class MLAAttention:
         """This layer's cache, [num_slots, C+R]."""
         return batch.kv[self._layer_index]
 
-    def attend(self, query: Tensor, batch: ForwardBatch, pieces: list[AttentionChunk]) -> Tensor:
+    def attend(self, query: Tensor, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:
         """[T, H, C+R] -> [T, H, C]."""
-        (piece,) = pieces
+        (chunk,) = chunks
         cache, width = batch.kv[self._layer_index], self._mla.kv_lora_rank
-        return self._backend.absorbed(query, cache, piece.queries, self._scale, piece.plan, width)
+        return self._backend.absorbed(query, cache, chunk.queries, self._scale, chunk.plan, width)
 
     def after(self, mixed: Tensor) -> Tensor:
         """[T, H, C] -> [T, D]."""
@@ -200,10 +200,10 @@ class MLAAttention:
             q = self._q(self._q_norm(down))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
-    def _absorbed(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
+    def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
         mixed = self._backend.absorbed(
-            self._absorb(q), cache, piece.queries, self._scale, piece.plan, self._mla.kv_lora_rank
+            self._absorb(q), cache, chunk.queries, self._scale, chunk.plan, self._mla.kv_lora_rank
         )  # [T, H, C]
         self._linear.run_heads(mixed, self._w_uv, out=out)
 
@@ -215,34 +215,34 @@ class MLAAttention:
         latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
         return latent
 
-    def _expanded(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
+    def _expanded(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over keys and values of the whole context."""
-        backend, queries, shared = self._backend, piece.queries, piece.shared
-        if piece.parts:
-            self._expanded_in_parts(q, cache, piece, out)
+        backend, queries, shared = self._backend, chunk.queries, chunk.shared
+        if chunk.context_chunks:
+            self._expanded_in_chunks(q, cache, chunk, out)
             return
-        gathered, plan = (queries, piece.plan) if shared is None else (shared.queries, shared.plan)
+        gathered, plan = (queries, chunk.plan) if shared is None else (shared.queries, shared.plan)
         kv, rope = self._expand(q, cache, gathered, plan, gathered.num_context_tokens)
         attend = backend.expanded if shared is None else backend.expanded_shared  # type: ignore[attr-defined]
-        out.copy_(attend(q, kv, rope, queries, self._scale, piece.plan))
+        out.copy_(attend(q, kv, rope, queries, self._scale, chunk.plan))
 
-    def _expanded_in_parts(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
+    def _expanded_in_chunks(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """`_expanded` in context chunks; at most one chunk's keys and values exist at a time."""
         backend = self._backend
-        assert isinstance(backend, ExpandsParts)
-        first, *others = piece.parts
-        mixed, lse = self._expanded_part(q, cache, piece, first)
+        assert isinstance(backend, ExpandsChunks)
+        first, *others = chunk.context_chunks
+        mixed, lse = self._expanded_chunk(q, cache, chunk, first)
         out.copy_(mixed)
         del mixed
         for part in others:
-            backend.merge_parts(out, lse, *self._expanded_part(q, cache, piece, part))
+            backend.merge_chunks(out, lse, *self._expanded_chunk(q, cache, chunk, part))
 
-    def _expanded_part(
-        self, q: Tensor, cache: Tensor, piece: AttentionChunk, part: ContextChunk
+    def _expanded_chunk(
+        self, q: Tensor, cache: Tensor, chunk: AttentionChunk, part: ContextChunk
     ) -> tuple[Tensor, Tensor]:
         """q [T, H, N+R] -> [T, H, V] and its log-sum-exp [T, H], over one context chunk."""
-        kv, rope = self._expand(q, cache, piece.queries, part.plan, part.num_tokens)
-        return self._backend.expanded_part(q, kv, rope, self._scale, part.plan)  # type: ignore[attr-defined]
+        kv, rope = self._expand(q, cache, chunk.queries, part.plan, part.num_tokens)
+        return self._backend.expanded_chunk(q, kv, rope, self._scale, part.plan)  # type: ignore[attr-defined]
 
     def _expand(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, plan: Any, num_tokens: int

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from moe_engine.kernels.attention.parts import part_lens
+from moe_engine.kernels.attention.parts import chunk_lens
 from moe_engine.kernels.attention.protocol import (
     AttentionBatch,
-    ExpandsParts,
+    ExpandsChunks,
     MLABackend,
     PagedQueries,
     SharedRun,
@@ -49,7 +49,7 @@ class AttentionChunk:
     absorbed: bool
     shared: SharedContext | None = None
     """For an expanded chunk with a shared prefix; `queries.slot_table` then has indices of the gathered rows."""
-    parts: tuple[ContextChunk, ...] = ()
+    context_chunks: tuple[ContextChunk, ...] = ()
     """For an expanded chunk of one request whose context is too long to be expanded at once."""
 
 
@@ -68,29 +68,29 @@ def cut(
     Raises:
         ValueError: if the prefill group is a draft tree; verification belongs to the decode group.
     """
-    pieces: list[AttentionChunk] = []
+    chunks: list[AttentionChunk] = []
     start = 0
     if batch.decode is not None and batch.decode.num_tokens:
         start = batch.decode.num_tokens
-        pieces.append(AttentionChunk(slice(0, start), batch.decode, plan, True))
+        chunks.append(AttentionChunk(slice(0, start), batch.decode, plan, True))
     prefill = batch.prefill
     if prefill is None or not prefill.num_tokens:
-        return pieces
+        return chunks
     prefill.refuse_tree("expanded")
     runs = _worth_sharing(prefill, backend, max_expanded_tokens)
     if not runs and prefill.num_context_tokens <= max_expanded_tokens:
-        pieces.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, False))
-        return pieces
+        chunks.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, False))
+        return chunks
     for queries, absorbed, shared in _cut_runs(prefill, runs, backend, max_expanded_tokens, max_absorbed_tokens):
         stop, own = start + queries.num_tokens, None
-        parts: tuple[ContextChunk, ...] = ()
+        context_chunks: tuple[ContextChunk, ...] = ()
         if not absorbed and shared is None and queries.num_context_tokens > max_expanded_tokens:
-            parts = _parts(queries, backend, max_expanded_tokens)
+            context_chunks = _context_chunks(queries, backend, max_expanded_tokens)
         else:
             own = backend.plan(AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries))
-        pieces.append(AttentionChunk(slice(start, stop), queries, own, absorbed, shared, parts))
+        chunks.append(AttentionChunk(slice(start, stop), queries, own, absorbed, shared, context_chunks))
         start = stop
-    return pieces
+    return chunks
 
 
 def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> list[SharedRun]:
@@ -112,7 +112,7 @@ def _cut_runs(
     for run in [*runs, SharedRun(prefill.num_requests, prefill.num_requests, 0)]:
         if start < run.first:
             between = _requests(prefill, start, run.first)
-            for queries, absorbed in _cut_prefill(between, limit, max_absorbed, isinstance(backend, ExpandsParts)):
+            for queries, absorbed in _cut_prefill(between, limit, max_absorbed, isinstance(backend, ExpandsChunks)):
                 yield queries, absorbed, None
         if run.first < run.last:
             queries, shared = _share(prefill, run, backend)
@@ -140,15 +140,15 @@ def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[
     return queries, SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
 
 
-def _parts(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextChunk, ...]:
+def _context_chunks(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextChunk, ...]:
     """The context chunks of one request."""
-    assert isinstance(backend, ExpandsParts)
-    (count,), (context,), parts = queries.query_lens, queries.context_lens, []
+    assert isinstance(backend, ExpandsChunks)
+    (count,), (context,), context_chunks = queries.query_lens, queries.context_lens, []
     first = 0
-    for length in part_lens(context, count, _half(limit)):
-        parts.append(ContextChunk(length, backend.plan_part(queries, [first], [length])))
+    for length in chunk_lens(context, count, _half(limit)):
+        context_chunks.append(ContextChunk(length, backend.plan_chunk(queries, [first], [length])))
         first += length
-    return tuple(parts)
+    return tuple(context_chunks)
 
 
 def _half(limit: int) -> int:
@@ -158,16 +158,16 @@ def _half(limit: int) -> int:
 
 
 def _cut_prefill(
-    queries: PagedQueries, limit: int, max_absorbed: int, in_parts: bool
+    queries: PagedQueries, limit: int, max_absorbed: int, in_chunks: bool
 ) -> Iterator[tuple[PagedQueries, bool]]:
-    """`in_parts`: a request beyond the limit is expanded in context chunks."""
+    """`in_chunks`: a request beyond the limit is expanded in context chunks."""
     first, context = 0, 0
     for i, length in enumerate(queries.context_lens):
         if length > limit:
             if first < i:
                 yield _requests(queries, first, i), False
-            for tokens in _tokens(queries, i, _half(limit) if in_parts else max_absorbed):
-                yield tokens, not in_parts
+            for tokens in _tokens(queries, i, _half(limit) if in_chunks else max_absorbed):
+                yield tokens, not in_chunks
             first, context = i + 1, 0
         elif context + length > limit:
             yield _requests(queries, first, i), False

@@ -64,12 +64,12 @@ def router_spec(moe: MoEConfig) -> RouterSpec:
     )
 
 
-class ChoiceCounter(Protocol):
+class ExpertIdsRecorder(Protocol):
     """Receives the expert ids chosen by a layer's router."""
 
     counting: bool
 
-    def room_for(self, num_tokens: int) -> Tensor:
+    def ids_buffer(self, num_tokens: int) -> Tensor:
         """int32 [T, K] buffer that a fused layer call may fill and pass to `on_select`."""
 
     def on_select(self, layer_index: int, topk_ids: Tensor) -> None:
@@ -122,7 +122,7 @@ class MoE:
             self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
         self._counting = backends.experts if self._whole is not None else None
-        self._recorder: ChoiceCounter | None = None
+        self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
 
     @property
@@ -148,7 +148,7 @@ class MoE:
             if recorder.counting:
                 recorder.on_dispatch(self.layer_index, counts)
 
-        return arrived if recorder.wants_arrivals else None
+        return arrived if recorder.counts_dispatched else None
 
     @property
     def records_experts(self) -> bool:
@@ -159,14 +159,14 @@ class MoE:
         """int32 [T, K] buffer for a whole-layer call, then an argument of `record_expert_ids`; None while not
         recording."""
         recorder = self._recorder
-        return recorder.room_for(num_tokens) if recorder is not None and recorder.counting else None
+        return recorder.ids_buffer(num_tokens) if recorder is not None and recorder.counting else None
 
     def record_expert_ids(self, ids: Tensor) -> None:
         """Records the experts [T, K] of a pass while a counter is active."""
         assert self._recorder is not None
         self._recorder.on_select(self.layer_index, ids)
 
-    def count(self, counter: ChoiceCounter | None) -> None:
+    def count(self, counter: ExpertIdsRecorder | None) -> None:
         """Sets the counter of expert choices; None: no counter."""
         self._recorder = counter
 
@@ -222,10 +222,10 @@ class MoE:
         if overlap is None or not isinstance(routed, DispatchedExperts):
             return self.forward(x, phase)
         weights, ids = self._choose(x)
-        sent = routed.send(overlap.lane, x, weights, ids, phase)
+        sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield
-        back = routed.compute(overlap.lane, sent, weights)
+        back = routed.compute(overlap.comm_stream, sent, weights)
         yield
         out = back.wait()
         return out if shared is None else out.add_(shared)

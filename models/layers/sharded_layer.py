@@ -15,7 +15,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Staged, Stages, finish
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.dp_gather_scatter import Shares, TokenLayout, TokenMoves, Whole
+from moe_engine.parallel.dp_gather_scatter import AllReduce, DPCommunication, GatherScatter, TokenLayout
 from moe_engine.parallel.step_sizes import StepSizes
 
 
@@ -30,17 +30,17 @@ class ShardedLayer:
     """
 
     def __init__(
-        self, attention: Any, post_norm: RMSNorm, feed_forward: Any, next_norm: RMSNorm, moves: TokenMoves
+        self, attention: Any, post_norm: RMSNorm, feed_forward: Any, next_norm: RMSNorm, comm: DPCommunication
     ) -> None:
         self.attention = attention
         self.post_norm = post_norm
         self.feed_forward = feed_forward
         self.next_norm = next_norm
-        self.shares_out = isinstance(moves, Shares)
-        self.passes_on = not moves.moves_out
-        if not moves.moves_in:
+        self.shares_out = isinstance(comm, GatherScatter)
+        self.passes_on = not comm.gathers_for_attention
+        if not comm.gathers_for_ffn:
             post_norm.feed(feed_forward.input_format)
-        self._moves = moves
+        self._comm = comm
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
         return finish(self.stages(hidden, residual, batch, *more, staged=False))
@@ -49,22 +49,22 @@ class ShardedLayer:
         self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any, staged: bool = True
     ) -> Stages:
         """`forward` as a generator that yields during dispatch and combine."""
-        step, moves = batch.sizes, self._moves
+        step, comm = batch.sizes, self._comm
         assert step is not None
         mixed = residual[:0]
         if len(hidden):
-            mixed = moves.after_attention(self.attention.forward(hidden, batch, *more), step)
-        rows = moves.residual_rows(residual, step)  # [S, D]
-        hidden = moves.enter(self.post_norm.add(mixed, rows), step)
+            mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
+        rows = comm.residual_rows(residual, step)  # [S, D]
+        hidden = comm.gather(self.post_norm.add(mixed, rows), step)
         if staged and isinstance(self.feed_forward, Staged):
             mixed = yield from self.feed_forward.stages(hidden, step.phase)
         else:
             mixed = self.feed_forward.forward(hidden, step.phase)
-        mixed = moves.leave(mixed, step)
-        return moves.to_attention(self.next_norm.add(mixed, rows), step)
+        mixed = comm.reduce(mixed, step)
+        return comm.to_attention(self.next_norm.add(mixed, rows), step)
 
 
-def choose_moves(parallel: ParallelContext, layout: TokenLayout, shared_out: bool) -> TokenMoves:
+def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_out: bool) -> DPCommunication:
     """Selects a layer's communication.
 
     Args:
@@ -72,8 +72,8 @@ def choose_moves(parallel: ParallelContext, layout: TokenLayout, shared_out: boo
         shared_out: an earlier layer leaves each rank with its rows of the residual stream only.
     """
     if parallel.attn_dp_size == 1 and layout is TokenLayout.ALL and not shared_out:
-        return Whole(parallel)
-    return Shares(parallel, layout)
+        return AllReduce(parallel)
+    return GatherScatter(parallel, layout)
 
 
 def with_sizes(batch: ForwardBatch, parallel: ParallelContext) -> ForwardBatch:

@@ -49,26 +49,26 @@ class LayerStack:
         """Handle from `FusedStack.fuse_stack`."""
         return self._fused
 
-    def takes(self, batch: ForwardBatch, pieces: Sequence[AttentionChunk]) -> bool:
-        return len(pieces) == 1 and pieces[0].absorbed and batch.num_tokens <= self._max_tokens
+    def takes(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> bool:
+        return len(chunks) == 1 and chunks[0].absorbed and batch.num_tokens <= self._max_tokens
 
-    def forward(self, batch: ForwardBatch, pieces: Sequence[AttentionChunk]) -> Tensor:
+    def forward(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> Tensor:
         """`Model.forward` of a supported step."""
-        piece = pieces[0]
-        rooms = self._rooms(batch.num_tokens) if self.records_experts else None
+        chunk = chunks[0]
+        buffers = self._ids_buffers(batch.num_tokens) if self.records_experts else None
         out = self._backend.run_stack(
-            self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, piece.queries, piece.plan, rooms
+            self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, chunk.queries, chunk.plan, buffers
         )
-        if rooms is not None:
-            for moe, ids in zip(self._moes, rooms):
+        if buffers is not None:
+            for moe, ids in zip(self._moes, buffers):
                 if moe is not None and ids is not None:
                     moe.record_expert_ids(ids)
         return out
 
-    def _rooms(self, num_tokens: int) -> list[Tensor | None] | None:
+    def _ids_buffers(self, num_tokens: int) -> list[Tensor | None] | None:
         """Buffers for the choices of each layer; None while not recording."""
-        rooms = [None if moe is None else moe.expert_ids_buffer(num_tokens) for moe in self._moes]
-        return None if all(room is None for room in rooms) else rooms
+        buffers = [None if moe is None else moe.expert_ids_buffer(num_tokens) for moe in self._moes]
+        return None if all(buffer is None for buffer in buffers) else buffers
 
 
 def stacked(layer: Any) -> StackedLayer | None:

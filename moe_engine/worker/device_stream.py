@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.parallel.overlap import Lane, ThreadLane
+from moe_engine.parallel.overlap import CommStream, CommThread
 
 
 class HostCopy:
@@ -144,7 +144,7 @@ class DeviceStream:
 
 
 class StreamLane:
-    """Implements `parallel.overlap.Lane` by a second stream of an accelerator."""
+    """Implements `parallel.overlap.CommStream` by a second stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -196,6 +196,6 @@ def make_graphs(device: torch.device) -> CudaGraphs | None:
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
-def make_lane(device: torch.device) -> Lane:
+def make_lane(device: torch.device) -> CommStream:
     """A lane beside the stream or thread that runs steps on a device."""
-    return ThreadLane() if device.type == "cpu" else StreamLane(device)
+    return CommThread() if device.type == "cpu" else StreamLane(device)

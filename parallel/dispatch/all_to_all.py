@@ -18,7 +18,7 @@ from moe_engine.parallel.dispatch.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class VariableWay:
+class VariableHandle:
     """Combine handle: the rows sent to and received from each rank, and the positions of each token's copies."""
 
     slot: int
@@ -28,7 +28,7 @@ class VariableWay:
 
 
 @dataclass(frozen=True)
-class StaticWay:
+class StaticHandle:
     slot: int
     num_tokens: int  # T
 
@@ -42,7 +42,7 @@ class VariableAllToAll:
         self._workspace = Workspace(group.device)
         self._records = RecordBuffers(RecordFormat.of(shape), self._workspace)
 
-    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, VariableWay]:
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, VariableHandle]:
         mask = owner_mask(tokens.ids, self._num_local, self._group.size)  # [T, R]
         counts = mask.sum(0)
         sizes = torch.stack((counts, torch.zeros_like(counts)))  # sent to each rank, and received from it
@@ -60,10 +60,10 @@ class VariableAllToAll:
         self._group.all_to_all(received, sent, num_received, num_sent)
 
         ids = local_ids(arrived.ids, self._group.rank, self._num_local)
-        way = VariableWay(slot, positions, num_sent, num_received)
-        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), way
+        handle = VariableHandle(slot, positions, num_sent, num_received)
+        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), handle
 
-    def collect(self, partial: Tensor, handle: VariableWay) -> Tensor:
+    def collect(self, partial: Tensor, handle: VariableHandle) -> Tensor:
         shape = (sum(handle.num_sent), partial.shape[1])
         returned = self._workspace.take("returned", handle.slot, shape, partial.dtype)
         self._group.all_to_all(returned, partial, handle.num_sent, handle.num_received)
@@ -91,7 +91,7 @@ class StaticAllToAll:
         self._workspace = Workspace(group.device)
         self._records = RecordBuffers(RecordFormat.of(shape), self._workspace)
 
-    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, StaticWay]:
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, StaticHandle]:
         num_tokens, num_rows = len(tokens.ids), self._max_tokens * self._group.size
         sent, parts = self._records.take("sent", slot, num_rows)
         write_parts(tokens, parts.first(num_tokens))
@@ -104,9 +104,9 @@ class StaticAllToAll:
 
         ids = without_lost(arrived.ids, self._group.alive)
         ids = local_ids(ids, self._group.rank, self._num_local)
-        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), StaticWay(slot, num_tokens)
+        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), StaticHandle(slot, num_tokens)
 
-    def collect(self, partial: Tensor, handle: StaticWay) -> Tensor:
+    def collect(self, partial: Tensor, handle: StaticHandle) -> Tensor:
         shape = (self._group.size, self._max_tokens, partial.shape[1])
         returned = self._workspace.take("returned", handle.slot, shape, partial.dtype)
         self._group.all_to_all(returned, partial.view(shape))

@@ -63,6 +63,6 @@ class ExchangedDispatcher:
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExchangedHandle) -> Tensor:
         if topk_weights is not handle.topk_weights:
             raise ValueError("combine needs the topk_weights passed to dispatch: they were already sent")
-        self._slots.give_back(handle.slot)
+        self._slots.release(handle.slot)
         partial = self._layout.reduce(rows, handle.positions, handle.weights)
         return self._exchange.collect(partial, handle.handle)

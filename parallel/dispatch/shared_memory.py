@@ -75,7 +75,7 @@ class SharedMemory:
         self._rows.pack(self._form.parts(tokens), self._numbers[:num_tokens], [0], self._records, region.own)
         region.counts[self._group.rank] = num_tokens
         self._turn[slot] += 1
-        self._tell(slot, TOKENS)
+        self._raise_flag(slot, TOKENS)
         positions, num_rows = self._rows.route(tokens.ids, self._experts[1], self._takes_part)
         self._wait(slot, TOKENS, "dispatch through shared memory")
 
@@ -89,7 +89,7 @@ class SharedMemory:
         region, rank = self._regions[handle.slot], self._group.rank
         region.sums[rank * self._room :][: len(partial)].copy_(partial)
         region.starts[rank] = handle.starts
-        self._tell(handle.slot, SUMS)
+        self._raise_flag(handle.slot, SUMS)
         self._wait(handle.slot, SUMS, "combine through shared memory")
 
         shifts = np.arange(self._group.size) * self._room + region.starts[:, rank] - handle.firsts
@@ -97,7 +97,7 @@ class SharedMemory:
         positions = np.where(numbers >= 0, numbers + shifts, -1)
         return self._rows.sum_rows(region.sums, torch.from_numpy(positions))
 
-    def _tell(self, slot: int, flag: int) -> None:
+    def _raise_flag(self, slot: int, flag: int) -> None:
         """Raises this rank's flag of the slot."""
         self._segment.raise_flag(2 * slot + flag, self._turn[slot])
 

@@ -28,10 +28,10 @@ class TwoHop:
         self._inside = inside_node
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Any]:
-        in_node, way_between = self._between.deliver(tokens, slot)
-        arrived, way_inside = self._inside.deliver(in_node, slot)
-        return arrived, (way_between, way_inside)
+        in_node, between_handle = self._between.deliver(tokens, slot)
+        arrived, inside_handle = self._inside.deliver(in_node, slot)
+        return arrived, (between_handle, inside_handle)
 
     def collect(self, partial: Tensor, handle: Any) -> Tensor:
-        way_between, way_inside = handle
-        return self._between.collect(self._inside.collect(partial, way_inside), way_between)
+        between_handle, inside_handle = handle
+        return self._between.collect(self._inside.collect(partial, inside_handle), between_handle)

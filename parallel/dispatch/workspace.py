@@ -42,7 +42,7 @@ class Slots:
             raise RuntimeError(f"{NUM_LIVE} dispatched batches are pending; combine one before the next dispatch")
         return self._free.pop(0)
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         if slot in self._free:
             raise RuntimeError("this handle was already combined; a handle can be used once")
         self._free = sorted((*self._free, slot))

@@ -74,14 +74,14 @@ def plan_moves(
 
 def _all_layers(old: ExpertPlacement, new: ExpertPlacement, chunk_size: int, ranks_per_node: int) -> Iterator[Chunk]:
     for layer in range(old.num_layers):
-        way = _LayerWay(
+        way = _LayerMoves(
             old.physical_to_logical[layer].tolist(), new.by_rank[layer].tolist(), chunk_size, ranks_per_node
         )
         for copies, table in way.chunks():
             yield Chunk(layer, copies, table)
 
 
-class _LayerWay:
+class _LayerMoves:
     """Move state of one layer: the current table, each rank's missing experts, and its free slots."""
 
     def __init__(self, table: list[int], wanted: list[list[int]], chunk_size: int, ranks_per_node: int) -> None:
@@ -91,10 +91,10 @@ class _LayerWay:
         self._per_rank = len(table) // len(wanted)
         self._goal = [Counter(expert for expert in experts if expert != EMPTY) for experts in wanted]
         self._kept = {expert for goal in self._goal for expert in goal}
-        self._want: list[Counter[int]] = []  # by rank: missing experts
+        self._missing: list[Counter[int]] = []  # by rank: missing experts
         self._free: list[list[int]] = []  # by rank: slots of experts that the rank drops
         for rank in range(len(wanted)):
-            self._want.append(Counter())
+            self._missing.append(Counter())
             self._free.append([])
             self._settle(rank)
         self._start_chunk()
@@ -108,7 +108,7 @@ class _LayerWay:
                 want[self._table[slot]] -= 1
             else:
                 free.append(slot)
-        self._want[rank], self._free[rank] = +want, free
+        self._missing[rank], self._free[rank] = +want, free
 
     def _start_chunk(self) -> None:
         self._copies: list[Copy] = []
@@ -121,10 +121,10 @@ class _LayerWay:
         self._left = Counter({expert: len(slots) for expert, slots in self._holders.items()})  # copies at its end
 
     def chunks(self) -> Iterator[tuple[tuple[Copy, ...], tuple[int, ...]]]:
-        while any(self._want):
+        while any(self._missing):
             self._start_chunk()
-            for rank in range(len(self._want)):
-                while any(self._add_chain(self._chain(rank, expert)) for expert in list(self._want[rank])):
+            for rank in range(len(self._missing)):
+                while any(self._add_chain(self._chain(rank, expert)) for expert in list(self._missing[rank])):
                     pass
             if not self._copies:
                 self._add_chain(self._trade())
@@ -148,8 +148,8 @@ class _LayerWay:
             self._received[rank] += 1
             self._count_sent(self._sent, copy)
             self._free[rank].remove(copy.dest)
-            self._want[rank][copy.expert] -= 1
-            self._want[rank] = +self._want[rank]
+            self._missing[rank][copy.expert] -= 1
+            self._missing[rank] = +self._missing[rank]
         self._copies += chain
         return bool(chain)
 
@@ -172,22 +172,22 @@ class _LayerWay:
             if not found:
                 return []
             free = [slot for slot in self._free[rank] if slot not in used]
-            slot = next((slot for slot in free if self._may_go(self._table[slot], left)), free[0])
+            slot = next((slot for slot in free if self._may_overwrite(self._table[slot], left)), free[0])
             chain.append(Copy(expert, source, slot))
             self._count_sent(sent, chain[-1])
             received[rank] += 1
             used.add(slot)
             victim = self._table[slot]
-            homeless = not self._may_go(victim, left)
+            homeless = not self._may_overwrite(victim, left)
             left[expert] += 1
             left[victim] -= 1
             if not homeless:
                 return chain
-            homes = [other for other, want in enumerate(self._want) if want[victim]]
+            homes = [other for other, want in enumerate(self._missing) if want[victim]]
             rank = next((home for home in homes if received[home] < self._chunk_size), homes[0])
             expert = victim
 
-    def _may_go(self, expert: int, left: Counter[int]) -> bool:
+    def _may_overwrite(self, expert: int, left: Counter[int]) -> bool:
         """True if a slot with this expert may be overwritten: it is empty, not the last copy, or not in the target."""
         return expert == EMPTY or left[expert] > 1 or expert not in self._kept
 
@@ -210,8 +210,10 @@ class _LayerWay:
 
     def _trade(self) -> list[Copy]:
         """Swaps the experts of two slots, one of which reaches its target: the fallback if every chain is too long."""
-        rank = next(rank for rank, want in enumerate(self._want) if want)
+        rank = next(rank for rank, want in enumerate(self._missing) if want)
         slot = self._free[rank][0]
-        home = next(other for other, want in enumerate(self._want) if want[self._table[slot]])
-        back = next((other for other in self._free[home] if self._want[rank][self._table[other]]), self._free[home][0])
+        home = next(other for other, want in enumerate(self._missing) if want[self._table[slot]])
+        back = next(
+            (other for other in self._free[home] if self._missing[rank][self._table[other]]), self._free[home][0]
+        )
         return [Copy(self._table[slot], slot, back), Copy(self._table[back], back, slot)]

@@ -15,7 +15,7 @@ from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.placement import ExpertPlacement
 
 
-def keep_near(plan: ExpertPlacement, previous: ExpertPlacement, layout: ExpertLayout) -> ExpertPlacement:
+def maximize_overlap(plan: ExpertPlacement, previous: ExpertPlacement, layout: ExpertLayout) -> ExpertPlacement:
     """`plan` with its nodes, and its ranks inside each node, renamed to overlap with `previous`.
 
     Greedy matching, the pair with most common experts first: keeps at least half of the optimum.

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.balance import layer_balancedness, rank_loads
 from moe_engine.parallel.placement.layout import ExpertLayout
-from moe_engine.parallel.placement.nearness import keep_near
+from moe_engine.parallel.placement.nearness import maximize_overlap
 from moe_engine.parallel.placement.packing import FloatArray, IdArray, exchange, pack, replicate
 from moe_engine.parallel.placement.placement import EMPTY, ExpertPlacement
 
@@ -73,7 +73,7 @@ def plan_placement(
         plan = _better_layers(trivial, plan, tokens)
     if previous is None:
         return plan
-    plan = keep_near(plan, previous, layout)
+    plan = maximize_overlap(plan, previous, layout)
     if not (previous.physical_to_logical == EMPTY).any():
         plan = _better_layers(_exchanged(previous, tokens, layout), plan, tokens, min_gain)
     return _better_layers(previous, plan, tokens, min_gain)

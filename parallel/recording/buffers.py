@@ -22,13 +22,13 @@ class PassBuffer:
         self._grows = length == -1
         # one row more than passes: a running pass, which may be dropped, does not overwrite a stored row
         self._rows = torch.zeros(FIRST_LENGTH if self._grows else length + 1, *shape, dtype=torch.int32, device=device)
-        self._look()
+        self._update_next()
         self._next = 0
         self._pass_ids: deque[int] = deque(maxlen=None if self._grows else length)
         self._total = torch.zeros(shape, dtype=torch.int64, device=device)
         self._num_totalled = 0  # passes included in the total
 
-    def _look(self) -> None:
+    def _update_next(self) -> None:
         self._views = self._rows.unbind(0)
         self._addresses = [row.data_ptr() for row in self._views]
         self._length = len(self._views)
@@ -58,7 +58,7 @@ class PassBuffer:
         if self._grows:
             place = len(self._views)
             self._rows = torch.cat([self._rows, torch.zeros_like(self._rows)])
-            self._look()
+            self._update_next()
         return place
 
     @property
@@ -89,6 +89,6 @@ class PassBuffer:
         self.total()
         if self._grows:
             self._rows = self._rows[:FIRST_LENGTH].clone()
-            self._look()
+            self._update_next()
         self._pass_ids.clear()
         self._next = self._num_totalled = 0

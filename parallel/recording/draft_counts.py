@@ -31,7 +31,7 @@ class DraftCounts:
     def _experts_of(self, table: Tensor) -> Tensor:
         return torch.where(table < 0, self._unused, table)
 
-    def room_for(self, num_tokens: int) -> Tensor:
+    def ids_buffer(self, num_tokens: int) -> Tensor:
         """Not called: layers with movable experts never run in one call."""
         raise NotImplementedError
 

@@ -79,7 +79,7 @@ class PassCounts:
             "misc_objects": [],
         }
 
-    def room_for(self, num_tokens: int) -> Tensor:
+    def ids_buffer(self, num_tokens: int) -> Tensor:
         """int32 [T, K] buffer for a layer's choices, passed to `add_choices` afterwards: avoids a copy."""
         if self._room.shape[1] != num_tokens:
             self._room = self._room.new_empty(self._room.shape[0], num_tokens, self._room.shape[2])

@@ -76,9 +76,9 @@ class ExpertRecorder:
         self._uncounted = False  # the ids of the last pass are not counted yet
         self._all_in_place = False
         self._into: PassBuffer | None = None
-        self._look()
+        self._update_consumers()
 
-    def _look(self) -> None:
+    def _update_consumers(self) -> None:
         """Between passes: updates the consumers' state."""
         self.wanted = self.recording or self.config.report_balancedness or self._window is not None
         self.counting = self.wanted and self.config.counts_here
@@ -93,7 +93,7 @@ class ExpertRecorder:
         place is the pass's row in the buffer, and a pass costs next to nothing."""
         self._count()
         self._all_in_place = all_layers
-        self._look()
+        self._update_consumers()
 
     # -- the operator
 
@@ -106,7 +106,7 @@ class ExpertRecorder:
         self._kept.reset()
         self._kept.clear_total()
         self.recording = True
-        self._look()
+        self._update_consumers()
 
     def stop(self) -> None:
         """Stops recording; the record is kept for a dump."""
@@ -114,7 +114,7 @@ class ExpertRecorder:
             logger.warning("the expert distribution is not being recorded; nothing to stop")
         self._count()
         self.recording = False
-        self._look()
+        self._update_consumers()
 
     @torch.inference_mode()
     def dump_part(self) -> dict[str, Any] | None:
@@ -163,7 +163,7 @@ class ExpertRecorder:
         self._count()
         shape = (self.config.num_layers, self.config.num_experts)
         self._window = torch.zeros(shape, dtype=torch.int64, device=self.config.device)
-        self._look()
+        self._update_consumers()
 
     @torch.inference_mode()
     def take_window(self) -> Tensor:
@@ -253,9 +253,9 @@ class ExpertRecorder:
         """Position at which the layer counts itself, without further calls; None if more than counts is needed."""
         return self._counts.place(layer_index) if self._by_router and not self.wants_batches else None
 
-    def room_for(self, num_tokens: int) -> Tensor:
+    def ids_buffer(self, num_tokens: int) -> Tensor:
         """int32 [T, K] buffer that a layer may fill and pass to `on_select`, if `counting`."""
-        return self._counts.room_for(num_tokens)
+        return self._counts.ids_buffer(num_tokens)
 
     def on_select(self, layer_index: int, topk_ids: Tensor) -> None:
         """Records the router's choice in a layer, if `counting`: topk_ids int [T, K] physical ids."""
@@ -268,7 +268,7 @@ class ExpertRecorder:
             self._counts.add_arrivals(layer_index, counts)
 
     @property
-    def wants_arrivals(self) -> bool:
+    def counts_dispatched(self) -> bool:
         """True if counts come from `on_dispatch`."""
         return not self._by_router
 
@@ -279,4 +279,4 @@ class ExpertRecorder:
         """Between passes: sets the experts of a layer's slots, int [P]."""
         self._count()
         self._map.update_layer(layer_index, physical_to_logical)
-        self._look()
+        self._update_consumers()

@@ -158,8 +158,8 @@ def test_whoever_begins_with_no_result_alive_begins_alike() -> None:
     slots = Slots()
     for _ in range(3):
         assert slots.take() == 0
-        slots.give_back(0)
+        slots.release(0)
     assert (slots.take(), slots.take()) == (0, 1)
-    slots.give_back(1)
-    slots.give_back(0)
+    slots.release(1)
+    slots.release(0)
     assert slots.take() == 0

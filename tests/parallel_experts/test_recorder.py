@@ -497,7 +497,7 @@ def test_what_the_dispatcher_reports(tmp_path):
         recorder.on_select(1, torch.zeros(3, TOP_K, dtype=torch.int32))
         recorder.on_dispatch(1, torch.tensor([rank + 1, 0, 5]))
         recorder.end_pass()
-        assert recorder.wants_arrivals
+        assert recorder.counts_dispatched
         recorders.append(recorder)
     assert dumped(tmp_path, *recorders)["logical_count"][0, 1].tolist() == [1, 0, 5, 2, 0, 5]
 

@@ -166,7 +166,7 @@ class _Backend:
 
 
 class TritonMLA(_Backend):
-    """`MLABackend`, `Replayable` and `ExpandsParts`. The cache may also hold FP8 rows (`kv_format`)."""
+    """`MLABackend`, `Replayable` and `ExpandsChunks`. The cache may also hold FP8 rows (`kv_format`)."""
 
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
@@ -251,19 +251,19 @@ class TritonMLA(_Backend):
         tile = expanded_tile(q.dtype)
         return expanded_attention(q, kv, k_rope, _find(plan, queries).blocks(tile.block_m), tile, scale)[0]
 
-    # -- `ExpandsParts`
+    # -- `ExpandsChunks`
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> GroupPlan:
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> GroupPlan:
         queries.refuse_tree("expanded")
         return GroupPlan(queries, None, first_keys, key_lens)
 
-    def expanded_part(
+    def expanded_chunk(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: GroupPlan
     ) -> tuple[Tensor, Tensor]:
         tile = expanded_tile(q.dtype)
         return expanded_attention(q, kv, k_rope, plan.blocks(tile.block_m), tile, scale)
 
-    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         merge_chunk(out, lse, other, other_lse)
 
 

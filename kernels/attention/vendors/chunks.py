@@ -17,23 +17,23 @@ from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.paging import SLOTS, StepPlan
 
 
-class PartPlan(StepPlan):
+class ChunkPlan(StepPlan):
     """A context chunk of some requests, and the adapter's per-chunk state for all layers."""
 
-    def __init__(self, part: parts.Part) -> None:
+    def __init__(self, part: parts.Chunk) -> None:
         super().__init__(AttentionBatch(None, part.queries))
         self.part = part
         self.get(part.queries, SLOTS, part.slots)
 
 
-class MergesParts:
-    """`ExpandsParts` without `expanded_part`."""
+class MergesChunks:
+    """`ExpandsChunks` without `expanded_chunk`."""
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> PartPlan:
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> ChunkPlan:
         """See the protocol. Raises ValueError for chunks that need more than one causal mask, or none."""
-        return PartPlan(parts.Part(queries, first_keys, key_lens))
+        return ChunkPlan(parts.Chunk(queries, first_keys, key_lens))
 
-    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         _merge(out.device)(out, lse, other, other_lse)
 
 
@@ -53,8 +53,8 @@ def keys_and_values(kv: Tensor, k_rope: Tensor, nope: int) -> tuple[Tensor, Tens
 def _merge(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """In Triton where that is installed and the tensors are on a GPU, else in torch."""
     if device == torch.device("cpu"):
-        return parts.merge_parts
+        return parts.merge_chunks
     try:
         return importlib.import_module("moe_engine.kernels.attention.triton.merge").merge_chunk
     except ImportError:
-        return parts.merge_parts
+        return parts.merge_chunks

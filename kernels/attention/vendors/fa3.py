@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan, compile_merge, keys_and_values
-from moe_engine.kernels.attention.vendors.in_place import Room, TableInPlace
+from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import (
     TABLE,
     Paged,
@@ -68,7 +68,7 @@ class _Backend:
 
     def __init__(self, module: Any | None = None) -> None:
         self._lib = FA3.load() if module is None else FA3.check(module)
-        self._room = Room()
+        self._buffer = PageBuffer()
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         plan = StepPlan(batch)
@@ -79,7 +79,7 @@ class _Backend:
 
     def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | None:
         """See `Replayable`: the library partitions work on the device, inside the launch."""
-        return None if batch.decode is None else TableInPlace(batch, batch.decode, self._room)
+        return None if batch.decode is None else TableInPlace(batch, batch.decode, self._buffer)
 
     def _group(self, plan: Any, queries: PagedQueries) -> _Group:
         known = plan_of(plan)
@@ -95,8 +95,8 @@ class _Backend:
         return out, lse.transpose(0, 1)  # the library returns [H, T]
 
 
-class FA3MLA(MergesParts, _Backend):
-    """`MLABackend` and `ExpandsParts`. Raises ImportError if the library is missing or lacks a required function."""
+class FA3MLA(MergesChunks, _Backend):
+    """`MLABackend` and `ExpandsChunks`. Raises ImportError if the library is missing or lacks a required function."""
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
@@ -133,8 +133,8 @@ class FA3MLA(MergesParts, _Backend):
         out = self._varlen(q, kv, k_rope, queries, starts, queries.context_lens, scale, causal=True)
         return out[0] if isinstance(out, tuple) else out  # some builds always return the log-sum-exp
 
-    def expanded_part(
-        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    def expanded_chunk(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
         part, queries = plan.part, plan.part.queries
         starts = plan.get(queries, "key_starts", lambda: prefix_sums(list(part.key_lens), q.device))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.in_place import Room, widest
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer, widest
 from moe_engine.kernels.attention.vendors.paging import Made, StepPlan
 from moe_engine.kernels.attention.workspaces import FLASHINFER_BYTES
 
@@ -70,12 +70,12 @@ class Lists:
     lens: Tensor  # [R] int32
 
     @classmethod
-    def of(cls, queries: PagedQueries, room: Room) -> Lists:
+    def of(cls, queries: PagedQueries, buffer: PageBuffer) -> Lists:
         count, device = queries.num_requests, queries.slot_table.device
         query_starts, page_starts, lens = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (count + 1, count + 1, count)
         )
-        return cls(query_starts, page_starts, room.take(count * widest(queries, queries.page_size), device), lens)
+        return cls(query_starts, page_starts, buffer.take(count * widest(queries, queries.page_size), device), lens)
 
 
 class WrapperInPlace(StepPlan):

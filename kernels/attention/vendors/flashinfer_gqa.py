@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
-from moe_engine.kernels.attention.vendors.in_place import Room
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.attention.workspaces import flashinfer_gqa_bytes
@@ -50,7 +50,7 @@ class FlashInferGQA:
         self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
         self._wrappers: Wrappers | None = None
         self._form: _Form | None = None
-        self._room = Room()
+        self._buffer = PageBuffer()
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         """The first step plans at its first layer; later steps plan here, with the parameters of the last layer run."""
@@ -65,7 +65,7 @@ class FlashInferGQA:
         queries, form = batch.decode, self._form
         if queries is None or form is None:
             return None
-        lists = Lists.of(queries, self._room)
+        lists = Lists.of(queries, self._buffer)
         rows = max(queries.query_lens) * form.heads // form.kv_heads
         size = flashinfer_gqa_bytes(queries.num_requests, rows, form.heads, form.kv_heads, form.width)
         wrapper = self._lib.BatchPrefillWithPagedKVCacheWrapper(

@@ -1,7 +1,7 @@
 """MLA by FlashInfer: the absorbed form by its MLA wrapper, the expanded form by its ragged prefill wrapper.
 
 Plans need parameters known only in the layers (heads, scale, dtypes). The first step plans at its first layer; later
-steps plan ahead, in `plan` and `plan_part`, with the parameters of the last layer run.
+steps plan ahead, in `plan` and `plan_chunk`, with the parameters of the last layer run.
 Legend: T query tokens, H query heads, N qk_nope, P rotary width, C kv_lora_rank, V v_head, S context tokens.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan, compile_merge, keys_and_values
+from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
-from moe_engine.kernels.attention.vendors.in_place import Room
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import (
     Paged,
     StepPlan,
@@ -60,8 +60,8 @@ class _Expanded:
     dtype: torch.dtype
 
 
-class FlashInferMLA(MergesParts):
-    """`MLABackend`, `Replayable` and `ExpandsParts` over `BatchMLAPagedAttentionWrapper` and
+class FlashInferMLA(MergesChunks):
+    """`MLABackend`, `Replayable` and `ExpandsChunks` over `BatchMLAPagedAttentionWrapper` and
     `BatchPrefillWithRaggedKVCacheWrapper`.
 
     Args:
@@ -77,7 +77,7 @@ class FlashInferMLA(MergesParts):
     def __init__(self, module: Any | None = None, major: int | None = None) -> None:
         self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
         self._major = major
-        self._room = Room()
+        self._buffer = PageBuffer()
         self._wrappers: dict[Any, Wrappers] = {}
         self._absorbed: _Absorbed | None = None
         self._expanded: _Expanded | None = None
@@ -96,7 +96,7 @@ class FlashInferMLA(MergesParts):
         queries, form = batch.decode, self._absorbed
         if queries is None or form is None:
             return None
-        lists = Lists.of(queries, self._room)
+        lists = Lists.of(queries, self._buffer)
         major = self._major or (probe("cuda").capability or (0, 0))[0]
         wrapper = self._lib.mla.BatchMLAPagedAttentionWrapper(
             workspace(queries.rows.device), use_cuda_graph=True, qo_indptr=lists.query_starts,
@@ -149,18 +149,18 @@ class FlashInferMLA(MergesParts):
             return q.new_empty(0, form.heads, form.value_width)
         return self._run_ragged(self._plan_expanded(plan_of(plan), queries, form), q, kv, k_rope)
 
-    # -- `ExpandsParts`
+    # -- `ExpandsChunks`
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> PartPlan:
-        plan = super().plan_part(queries, first_keys, key_lens)
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> ChunkPlan:
+        plan = super().plan_chunk(queries, first_keys, key_lens)
         if self._expanded is not None:
-            self._plan_expanded_part(plan, self._expanded)
+            self._plan_expanded_chunk(plan, self._expanded)
         return plan
 
-    def expanded_part(
-        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    def expanded_chunk(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
-        planned = self._plan_expanded_part(plan, self._form_of(q, kv, k_rope, scale))
+        planned = self._plan_expanded_chunk(plan, self._form_of(q, kv, k_rope, scale))
         out, lse = self._run_ragged(planned, q, kv, k_rope, return_lse=True)
         return out, lse.mul_(math.log(2))  # all of the library's kernels return base 2
 
@@ -213,7 +213,7 @@ class FlashInferMLA(MergesParts):
     def _plan_expanded(self, plan: StepPlan, queries: PagedQueries, form: _Expanded) -> Planned:
         return plan.get(queries, form, lambda: self._new_ragged(queries, queries.context_lens, True, form))
 
-    def _plan_expanded_part(self, plan: PartPlan, form: _Expanded) -> Planned:
+    def _plan_expanded_chunk(self, plan: ChunkPlan, form: _Expanded) -> Planned:
         part = plan.part
         return plan.get(part.queries, form, lambda: self._new_ragged(part.queries, part.key_lens, part.causal, form))
 

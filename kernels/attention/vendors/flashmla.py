@@ -15,14 +15,14 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
-from moe_engine.kernels.attention.protocol import AttentionBatch, ExpandsParts, MLABackend, PagedQueries
-from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan
+from moe_engine.kernels.attention.protocol import AttentionBatch, ExpandsChunks, MLABackend, PagedQueries
+from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks
 from moe_engine.kernels.attention.vendors.flashmla_records import Chosen, ChosenInPlace
-from moe_engine.kernels.attention.vendors.in_place import Room, TableInPlace
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.device import HeadWidths, Need, probe
-from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, takes_nothing
+from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, needs_no_arguments
 
 PAGE = 64
 LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
@@ -70,8 +70,8 @@ class _Dense:
         return x.flatten(0, 1) if self.request is None else x[self.request, self.place]
 
 
-class FlashMLA(MergesParts):
-    """`MLABackend`, `Replayable` and `ExpandsParts` over `flash_mla_with_kvcache`, in either generation of its
+class FlashMLA(MergesChunks):
+    """`MLABackend`, `Replayable` and `ExpandsChunks` over `flash_mla_with_kvcache`, in either generation of its
     interface: the older (2025) needs a schedule made by the caller from the step's lengths, and reads no records.
 
     Args:
@@ -87,9 +87,9 @@ class FlashMLA(MergesParts):
 
     def __init__(self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None) -> None:
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
-        self._plans_itself = takes_nothing(self._lib.get_mla_metadata)
+        self._plans_itself = needs_no_arguments(self._lib.get_mla_metadata)
         self._prefill = expanded
-        self._room = Room()
+        self._buffer = PageBuffer()
         self._major = major
         self._heads: int | None = None  # of the last layer over records, padded for the kernel
         self._reads_records: bool | None = None  # None: no layer has run
@@ -103,11 +103,11 @@ class FlashMLA(MergesParts):
         if batch.decode is None or self._reads_records is None:
             return None
         if not self._reads_records:
-            return TableInPlace(batch, batch.decode, self._room, PAGE)
+            return TableInPlace(batch, batch.decode, self._buffer, PAGE)
         if not self._takes_lengths():
             return None
         schedule, _ = self._lib.get_mla_metadata()
-        return ChosenInPlace(batch, batch.decode, self._room, schedule, ("chosen", self._heads))
+        return ChosenInPlace(batch, batch.decode, self._buffer, schedule, ("chosen", self._heads))
 
     def _takes_lengths(self) -> bool:
         """True if the records kernel takes a per-list length on the device."""
@@ -147,15 +147,15 @@ class FlashMLA(MergesParts):
         theirs = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
         return other.expanded(q, kv, k_rope, queries, scale, theirs)
 
-    def expanded_part(
-        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    def expanded_chunk(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
         other, part = self._other(q, kv, k_rope), plan.part
-        assert isinstance(other, ExpandsParts)  # every GPU row does
+        assert isinstance(other, ExpandsChunks)  # every GPU row does
         theirs = plan.get(
-            part.queries, "expanded", lambda: other.plan_part(part.queries, part.first_keys, part.key_lens)
+            part.queries, "expanded", lambda: other.plan_chunk(part.queries, part.first_keys, part.key_lens)
         )
-        return other.expanded_part(q, kv, k_rope, scale, theirs)
+        return other.expanded_chunk(q, kv, k_rope, scale, theirs)
 
     def _other(self, q: Tensor, kv: Tensor, k_rope: Tensor) -> MLABackend:
         """The backend of the expanded form."""

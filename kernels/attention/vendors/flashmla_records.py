@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.in_place import Room
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import StepPlan
 
 LIST_MULTIPLE = 64
@@ -83,7 +83,7 @@ class ChosenInPlace(StepPlan):
     """
 
     def __init__(
-        self, batch: AttentionBatch, queries: PagedQueries, room: Room, schedule: Any, key: tuple[Any, ...]
+        self, batch: AttentionBatch, queries: PagedQueries, buffer: PageBuffer, schedule: Any, key: tuple[Any, ...]
     ) -> None:
         super().__init__(batch)
         self._queries = queries
@@ -93,7 +93,7 @@ class ChosenInPlace(StepPlan):
         self._request = token // count
         self._unseen = count - 1 - token % count  # context tokens hidden from each query token
         self._lengths = torch.empty(queries.num_tokens, dtype=torch.int32, device=device)
-        self._indices = room.take(queries.num_tokens * width, device).view(-1, 1, width)
+        self._indices = buffer.take(queries.num_tokens * width, device).view(-1, 1, width)
         self._schedule = schedule
         self.get(queries, key, lambda: self)
         self.renew()

@@ -15,18 +15,18 @@ from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan
 
 
-class Room:
+class PageBuffer:
     """int32 memory for the page numbers of the next graph. The largest graph is captured first; a graph that needs more
     allocates anew, and earlier graphs keep their memory."""
 
     def __init__(self) -> None:
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
 
     def take(self, count: int, device: torch.device) -> Tensor:
         """[count], the start of the shared memory; initially 0."""
-        if self._room is None or len(self._room) < count or self._room.device != device:
-            self._room = torch.zeros(count, dtype=torch.int32, device=device)
-        return self._room[:count]
+        if self._buffer is None or len(self._buffer) < count or self._buffer.device != device:
+            self._buffer = torch.zeros(count, dtype=torch.int32, device=device)
+        return self._buffer[:count]
 
 
 def widest(queries: PagedQueries, page_size: int) -> int:
@@ -41,11 +41,13 @@ class TableInPlace(StepPlan):
     Anything else built at the first layer is built during capture, and so at every replay.
     """
 
-    def __init__(self, batch: AttentionBatch, queries: PagedQueries, room: Room, page_size: int | None = None) -> None:
+    def __init__(
+        self, batch: AttentionBatch, queries: PagedQueries, buffer: PageBuffer, page_size: int | None = None
+    ) -> None:
         super().__init__(batch)
         self._queries, self._page_size = queries, page_size or queries.page_size
         shape = queries.num_requests, widest(queries, self._page_size)
-        self._table = room.take(shape[0] * shape[1], queries.slot_table.device).view(shape)
+        self._table = buffer.take(shape[0] * shape[1], queries.slot_table.device).view(shape)
         self.get(queries, TABLE, lambda: self._table)
         self.renew()
 

@@ -112,7 +112,7 @@ class ExpandedDispatcher:
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExpandedHandle) -> Tensor:
         if topk_weights is not handle.topk_weights:
             raise ValueError("combine needs the topk_weights passed to dispatch: they were already sent")
-        self._slots.give_back(handle.slot)
+        self._slots.release(handle.slot)
         weighted = (rows * handle.row_weights.unsqueeze(1)).to(rows.dtype)
         out, _, _ = self._buffer.combine(weighted, handle.theirs)
         return out

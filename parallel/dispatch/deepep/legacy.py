@@ -154,7 +154,7 @@ class LegacyLowLatency:
         return ExpertBatch("padded", rows, counts=counts), handle
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: LowLatencyHandle) -> Tensor:
-        self._slots.give_back(handle.slot)
+        self._slots.release(handle.slot)
         weights = topk_weights.float()
         out, _, _ = self._buffer.low_latency_combine(rows.contiguous(), handle.topk_ids, weights, handle.theirs)
         return out

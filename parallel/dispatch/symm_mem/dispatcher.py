@@ -95,7 +95,7 @@ class SymmMemDispatcher:
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: PeerHandle) -> Tensor:
         if len(topk_weights) != handle.num_tokens:
             raise ValueError(f"{handle.num_tokens} tokens were dispatched; there are weights for {len(topk_weights)}")
-        self._slots.give_back(handle.slot)
+        self._slots.release(handle.slot)
         out = self._exchange.combine(rows, topk_weights, handle.slot)
         self.check_peers()
         return out

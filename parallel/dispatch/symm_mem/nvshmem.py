@@ -194,7 +194,7 @@ class NvshmemDispatcher:
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: NvshmemHandle) -> Tensor:
         if len(topk_weights) != len(handle.positions):
             raise ValueError(f"{len(handle.positions)} tokens were dispatched, weights are of {len(topk_weights)}")
-        self._slots.give_back(handle.slot)
+        self._slots.release(handle.slot)
         buffers = self._buffers[handle.slot]
         copy_rows(rows.contiguous(), buffers.results, handle.end)
         self._shuffles.all_to_all_vdev_2d_offset(
