@@ -75,7 +75,7 @@ class ModelWork:
             num_moe_layers=num_moe,
             num_experts=experts,
             experts_per_token=config["num_experts_per_tok"] if experts else 0,
-            kv_bytes_per_token=layers * attention.kv_numbers * weight_bytes,
+            kv_bytes_per_token=layers * attention.kv_elements * weight_bytes,
             decode_flops_per_pair=layers * attention.decode_flops,
             prefill_flops_per_pair=layers * attention.prefill_flops,
             weight_bytes=weight_bytes,
@@ -147,7 +147,7 @@ class _Attention:
     """One layer: weights, KV elements per token, operations per query-context pair."""
 
     weights: int
-    kv_numbers: int
+    kv_elements: int
     decode_flops: int
     prefill_flops: int
 
@@ -161,7 +161,7 @@ def _mla(config: Mapping[str, Any]) -> _Attention:
     weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     return _Attention(
         weights=weights,
-        kv_numbers=latent + rope,
+        kv_elements=latent + rope,
         decode_flops=2 * heads * (2 * latent + rope),  # over the latent: scores of latent + rope, values of latent
         prefill_flops=2 * heads * (nope + rope + value),
     )

@@ -152,7 +152,7 @@ class WeightReader:
         part = self._part(name, shape, (*FP8, *FLOATS), cut)
         if out is None:
             out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
-        dequantise_into(out, part, self._scale(scale_name, shape), self._block, cut)
+        dequantize_into(out, part, self._scale(scale_name, shape), self._block, cut)
         self._done(name, part.numel() * part.element_size())
         return out
 
@@ -238,7 +238,7 @@ class WeightReader:
             self._bar.update(num_bytes)
 
 
-def dequantise_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
+def dequantize_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
     """out[r, c] = weight[r, c] * scale[r div block, c div block], a bounded number of rows at a time.
 
     `weight` is the slice `cut` of a tensor with full scale grid `scale`; blocks at the edges are smaller.

@@ -205,7 +205,7 @@ class DistributedGroup:
                 wait_unless(self._given_up, work, self.timeout_s)
         except RuntimeError as error:  # gloo raises only this type; torch's errors derive from it
             if self._given_up is not None:
-                # A step may be queued behind this one. A peer still in an operation of this step would take that step's
+                # A step may be queued after this one. A peer still in an operation of this step would take that step's
                 # first message for this one's, and gloo would crash it: no later operation may start.
                 self._given_up.set()
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -199,4 +199,4 @@ def as_text(values: dict[str, Any]) -> str:
         times = [f"{name} {us:.1f}" for name, us in line["us"].items()]
         cells.append((line["name"], f"{max(line['error'], line['error_beside']):.1e}", "yes" if line["ok"] else "NO",
                       ", ".join(times)))  # fmt: skip
-    return table(("exchange, all ranks on this GPU", "error", "holds", "us per rank"), cells)
+    return table(("exchange, all ranks on this GPU", "error", "ok", "us per rank"), cells)

@@ -20,7 +20,7 @@ CLASSES = (
     ("norms and rotary", r"rms_norm|rotate_kernel|write_latent|write_kv|layer_norm"),
     ("activation", r"silu"),
     ("products", r"block_gemm|gemm|gemv|cutlass|cublas|nvjet|sm90_xmma|splitk|sum_parts|matmul"),
-    ("quantisation", r"quantize"),
+    ("quantization", r"quantize"),
     ("copies", r"memcpy|memset|copy|fill|cat|index|gather|scatter"),
 )
 """A kernel belongs to the first class whose pattern matches its name, ignoring case."""

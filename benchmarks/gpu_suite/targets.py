@@ -33,8 +33,8 @@ TARGETS = (
     Target("norms: share of copy bandwidth", r"^deepseek-v3\.(add_)?rms_norm\.7168\.t4096$", "copy", 0.85),
     Target("SiLU-mul: share of copy bandwidth", r"^deepseek-v3\.silu_and_mul\.18432\.t4096$", "copy", 0.85),
     Target("rotary: share of copy bandwidth", r"^deepseek-v3\.rotate\.\S+\.t4096$", "copy", 0.85),
-    Target("residual norm that quantises: share of copy bandwidth", r"^add_rms_norm_quantized\.", "copy", 0.85),
-    Target("quantisation: share of copy bandwidth", r"^quantize\.", "copy", 0.85),
+    Target("residual norm with quantization: share of copy bandwidth", r"^add_rms_norm_quantized\.", "copy", 0.85),
+    Target("quantization: share of copy bandwidth", r"^quantize\.", "copy", 0.85),
     Target("permutation: share of copy bandwidth", r"^permute\.", "copy", 0.85),
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.kv_format import E4M3, FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset, head_width
-from moe_engine.kernels.attention.latent_records import as_bytes, numbers, scale_of, to_e4m3, to_e5m2
+from moe_engine.kernels.attention.latent_records import as_bytes, as_float32, scale_of, to_e4m3, to_e5m2
 
 
 def form_of(cache: Tensor, width: int) -> int:
@@ -40,5 +40,5 @@ def unpack(records: Tensor, width: int) -> Tensor:
     """Rows of any format, [..., .] -> [..., Dh] float32, exact."""
     if form_of(records, width) != FP8_TOKEN:
         return records.float()
-    scale = numbers(records[..., head_scale_offset(width) :], torch.float32)  # [..., 1]
-    return numbers(records[..., :width], torch.float8_e4m3fn) * scale
+    scale = as_float32(records[..., head_scale_offset(width) :], torch.float32)  # [..., 1]
+    return as_float32(records[..., :width], torch.float8_e4m3fn) * scale

@@ -69,16 +69,16 @@ def unpack(records: Tensor, latent: int, rotary: int) -> Tensor:
     form = form_of(records, latent, rotary)
     if form in (PLAIN, FP8_RANGE):
         return records.float()
-    values = numbers(records[:, :latent], torch.float8_e4m3fn)
+    values = as_float32(records[:, :latent], torch.float8_e4m3fn)
     if form == FP8_TOKEN:
         begin = scales_offset(latent, rotary)
-        both = numbers(records[:, begin : begin + 8], torch.float32)
-        rope = numbers(records[:, latent : latent + rotary], torch.float8_e4m3fn)
+        both = as_float32(records[:, begin : begin + 8], torch.float32)
+        rope = as_float32(records[:, latent : latent + rotary], torch.float8_e4m3fn)
         return torch.cat((values * both[:, :1], rope * both[:, 1:]), 1)
     end = latent + latent // GROUP * 4
-    scales = numbers(records[:, latent:end], torch.float32)
+    scales = as_float32(records[:, latent:end], torch.float32)
     scaled = values.unflatten(1, (-1, GROUP)) * scales[..., None]
-    return torch.cat((scaled.flatten(1), numbers(records[:, end:], torch.bfloat16)), 1)
+    return torch.cat((scaled.flatten(1), as_float32(records[:, end:], torch.bfloat16)), 1)
 
 
 def scale_of(values: Tensor) -> Tensor:
@@ -99,6 +99,6 @@ def as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def numbers(raw: Tensor, dtype: torch.dtype) -> Tensor:
+def as_float32(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes [..., n] reinterpreted as `dtype` values, as float32."""
     return raw.contiguous().view(dtype).float()

@@ -216,7 +216,7 @@ class FusedMLA(Protocol):
 
 
 class GQABackend(Protocol):
-    """Grouped-query attention over paged K and V, for prefill and decode alike."""
+    """Grouped-query attention over paged K and V, for prefill and decode."""
 
     name: str
 

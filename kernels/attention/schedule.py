@@ -22,7 +22,7 @@ from moe_engine.kernels.uploads import pinned, upload
 
 RECORD = 8
 LANES = (4, 2, 1)
-"""Max blocks of a request that are cut alike, limited by the waste on requests with fewer blocks."""
+"""Max blocks of a request that are cut at the same places, limited by the waste on requests with fewer blocks."""
 
 MAX_WASTE = 1.125
 MIN_TILES = 2

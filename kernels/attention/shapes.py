@@ -14,7 +14,7 @@ ACTIVATION_BYTES = 2  # bf16
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One call of an attention backend, all requests alike; causal.
+    """One call of an attention backend, all requests of equal size; causal.
 
     form: ``absorbed`` (key and value one row of C + P numbers, shared by all heads), ``expanded`` (keys of N + P, the P
     shared, values of V, for each head) or ``paged`` (keys and values of D for each KV head).

@@ -1,4 +1,4 @@
-"""Matrix products with weights. `prepare` once at load (packing, dequantisation, vendor layouts), `run` each step.
+"""Matrix products with weights. `prepare` once at load (packing, dequantization, vendor layouts), `run` each step.
 
 Legend: T tokens, K in-features, N out-features, H heads.
 """

@@ -45,10 +45,10 @@ class ModelOps:
     def at(self, tokens: int) -> Iterator[OpShape]:
         """The operations of one layer, and the sampling of `tokens` rows."""
 
-        def shape(operation: str, widths: tuple[int, ...], numbers: int, more: int = 0, flops: int = 0) -> OpShape:
-            """`numbers` activations are moved per token, plus `more` bytes."""
+        def shape(operation: str, widths: tuple[int, ...], elements: int, more: int = 0, flops: int = 0) -> OpShape:
+            """`elements` activations are moved per token, plus `more` bytes."""
             name = f"{self.model}.{operation}.{'x'.join(map(str, widths))}.t{tokens}"
-            return OpShape(name, operation, tokens, widths, ACTIVATION_BYTES * numbers * tokens + more, flops)
+            return OpShape(name, operation, tokens, widths, ACTIVATION_BYTES * elements * tokens + more, flops)
 
         norm_bytes = ACTIVATION_BYTES * self.hidden
         yield shape("rms_norm", (self.hidden,), 2 * self.hidden, norm_bytes)

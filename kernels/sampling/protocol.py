@@ -53,7 +53,7 @@ class Draw(IntEnum):
 class SamplingParameters:
     """Parameters of rows, as contiguous columns on the logits' device; `draws` is on the host.
 
-    A greedy row has temperature 0. `asynchronous`: the device runs behind the host, so reading a value stalls it.
+    A greedy row has temperature 0. `asynchronous`: the device runs asynchronously, so reading a value stalls it.
     """
 
     draws: np.ndarray  # [S] uint8: Draw

@@ -20,7 +20,7 @@ from moe_engine.kernels.attention.latent_records import (
     scales_offset,
 )
 from moe_engine.kernels.attention.protocol import PagedQueries
-from moe_engine.kernels.attention.triton.tiles import stored_numbers
+from moe_engine.kernels.attention.triton.tiles import stored_values
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
@@ -48,9 +48,9 @@ def gather_kernel(
     live = whole[:, None] & (column < LATENT + ROTARY)[None, :]
     values = tl.load(cache + offset[:, None] + column[None, :], live, 0)
     if KV_FORMAT == _RANGE:
-        values = stored_numbers(values, KV_FORMAT, tl.float32)
+        values = stored_values(values, KV_FORMAT, tl.float32)
     elif KV_FORMAT > 0:
-        numbers = stored_numbers(values, KV_FORMAT, tl.float32)
+        numbers = stored_values(values, KV_FORMAT, tl.float32)
         floats = cache.to(tl.pointer_type(tl.float32)) + (offset // 4)[:, None]
         in_latent = (column < LATENT)[None, :]
         if KV_FORMAT == _TOKEN:

@@ -36,7 +36,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     next_slots,
     softmax_step,
     stored_columns,
-    stored_numbers,
+    stored_values,
 )
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
@@ -92,13 +92,13 @@ def _latent_part(
     """[N, WIDTH] DTYPE: columns [first, first + WIDTH) of the latent at `cache + offset`, scaled in `FP8_GROUPS`."""
     values = columns(cache, offset, first, LATENT, WIDTH, PADDED)
     if KV_FORMAT != _GROUPS:
-        values = stored_numbers(values, KV_FORMAT, DTYPE)
+        values = stored_values(values, KV_FORMAT, DTYPE)
     else:
         floats = cache.to(tl.pointer_type(tl.float32)) + (offset // 4)[:, None]
         NUM: tl.constexpr = WIDTH // _GROUP if WIDTH > _GROUP else 1
         group = first // _GROUP + tl.arange(0, NUM)
         scale = tl.load(floats + LATENT // 4 + group[None, :])
-        numbers = stored_numbers(values, KV_FORMAT, tl.float32)
+        numbers = stored_values(values, KV_FORMAT, tl.float32)
         if NUM == 1:
             values = (numbers * scale).to(DTYPE)
         else:

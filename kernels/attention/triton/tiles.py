@@ -27,7 +27,7 @@ def columns(base, rows, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED:
 
 
 @triton.jit
-def stored_numbers(values, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def stored_values(values, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Values of a cache row in that format: FP8 bytes converted to DTYPE, not yet scaled; other formats unchanged."""
     if KV_FORMAT == _RANGE:
         values = values.to(tl.float8e5, bitcast=True).to(DTYPE)
@@ -40,8 +40,8 @@ def stored_numbers(values, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def stored_columns(
     base, rows, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """`columns` of cache rows in that format, converted by `stored_numbers`."""
-    return stored_numbers(columns(base, rows, first, WIDTH, BLOCK, WIDTH != BLOCK), KV_FORMAT, DTYPE)
+    """`columns` of cache rows in that format, converted by `stored_values`."""
+    return stored_values(columns(base, rows, first, WIDTH, BLOCK, WIDTH != BLOCK), KV_FORMAT, DTYPE)
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def expand(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """FP8 values and the float32 scale of every 128 x 128 block."""
     rows, cols = weight.shape
     padded = torch.zeros(-(-rows // BLOCK) * BLOCK, -(-cols // BLOCK) * BLOCK)
@@ -71,7 +71,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / expand(scale, weight.shape)).to(torch.float8_e4m3fn), scale
 
 
-def dequantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def dequantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """All tensors in float32, with the block scales applied and removed."""
     out = {}
     for name, value in tensors.items():
@@ -91,7 +91,7 @@ def stored_tensors(model: DemoModel) -> dict[str, Tensor]:
         elif any(part in name for part in KEPT):
             out[name] = value.to(torch.bfloat16).contiguous()
         else:
-            out[name], out[f"{name}_scale_inv"] = quantise(value.float())
+            out[name], out[f"{name}_scale_inv"] = quantize(value.float())
     prefix = f"model.layers.{model.cfg.num_hidden_layers}."
     out[f"{prefix}embed_tokens.weight"] = out["model.embed_tokens.weight"].clone()
     out[f"{prefix}shared_head.head.weight"] = out["lm_head.weight"].clone()
@@ -187,5 +187,5 @@ def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> DemoMod
     """The training model, filled with the dequantized weights of a checkpoint folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = DemoModel(DemoConfig(**{f.name: config[f.name] for f in fields(DemoConfig)}), dtype)
-    load_hub_tensors(model, dequantise(read_tensors(folder)))
+    load_hub_tensors(model, dequantize(read_tensors(folder)))
     return model.eval()

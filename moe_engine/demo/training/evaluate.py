@@ -21,7 +21,7 @@ from tqdm import tqdm
 from moe_engine.demo import CHECKPOINT_DIR
 
 from .chat import PAD
-from .checkpoint import dequantise, load_checkpoint, read_tensors
+from .checkpoint import dequantize, load_checkpoint, read_tensors
 from .corpus import Example, held_out
 from .model import DemoModel
 
@@ -128,7 +128,7 @@ def transformers_difference(folder: Path, prompts: list[list[int]]) -> float:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config["quantization_config"]
     mtp = f"model.layers.{config['num_hidden_layers']}."
-    tensors = {n: t.contiguous() for n, t in dequantise(read_tensors(folder)).items() if not n.startswith(mtp)}
+    tensors = {n: t.contiguous() for n, t in dequantize(read_tensors(folder)).items() if not n.startswith(mtp)}
     with tempfile.TemporaryDirectory() as temporary:
         save_file(tensors, Path(temporary) / "model.safetensors", metadata={"format": "pt"})
         DeepseekV3Config(**config).save_pretrained(temporary)

@@ -62,7 +62,7 @@ class TorchShuffles:
     """torch's operations; sets NVSHMEM as the process's symmetric memory backend.
 
     Args:
-        process_group: torch's process group of all ranks of the world: the kernels take a rank for its world
+        process_group: torch's process group of all ranks of the world: the kernels interpret a rank as its world
             rank.
     """
 
