@@ -144,8 +144,8 @@ def gate_up_kernel(
     place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
     if FP8:  # BLOCK_N is 128: the tile is one block of scales
         inner = tl.where((cols < WIDTH)[None, :], inner, 0.0)
-        numbers, scale = quantize_tile(inner, POWER_OF_TWO)
-        tl.store(place, numbers, mask=mask)
+        quantized, scale = quantize_tile(inner, POWER_OF_TWO)
+        tl.store(place, quantized, mask=mask)
         tl.store(out_scales + tile_n * out_scale_stride + rows, scale, mask=inside)
     else:
         tl.store(place, inner.to(out.dtype.element_ty), mask=mask)

@@ -85,8 +85,8 @@ class DeepGemmLinear(CublasLinear):
 
     def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, count: int) -> Tensor:
         """The product of `count` tokens with an FP8 weight: [T, N]."""
-        numbers, _ = weight.data.operand
-        out = torch.empty(count, weight.out_features, dtype=torch.bfloat16, device=numbers.device)
+        data, _ = weight.data.operand
+        out = torch.empty(count, weight.out_features, dtype=torch.bfloat16, device=data.device)
         if count:
             self._gemm.dense(rows(), weight.data.operand, out)
         return out if weight.bias is None else out.add_(weight.bias)

@@ -177,13 +177,13 @@ class DeepGemm:
     def spread(self, operand: Operand, groups: Groups) -> Operand:
         """Copies rows to their aligned positions; padding rows stay uninitialized, their products are not read."""
         data, scales = operand
-        numbers = data.new_empty(groups.num_rows, data.shape[1])
-        numbers.view(torch.uint8).index_copy_(0, groups.place, data.view(torch.uint8))
+        rows = data.new_empty(groups.num_rows, data.shape[1])
+        rows.view(torch.uint8).index_copy_(0, groups.place, data.view(torch.uint8))
         if self.exponents:
             lines = scales.new_empty(groups.num_rows, scales.shape[1])
         else:
             lines = QuantizedRows.empty(groups.num_rows, data.shape[1], data.device).scales
-        return numbers, lines.index_copy_(0, groups.place, scales)
+        return rows, lines.index_copy_(0, groups.place, scales)
 
     def grouped(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, groups: Groups) -> None:
         """out [rows, N] = a [rows, K] @ b[g].T, b [G, N, K], g each row's group; both FP8 or both bf16."""

@@ -158,9 +158,9 @@ def as_format(x: Activation, format: ActivationFormat) -> Activation:
 
 def unquantized(x: Activation) -> Tensor:
     """x in its dtype. Raises ValueError if the unquantized values were not kept."""
-    numbers = as_format(x, UNQUANTIZED)
-    assert isinstance(numbers, Tensor)
-    return numbers
+    values = as_format(x, UNQUANTIZED)
+    assert isinstance(values, Tensor)
+    return values
 
 
 def num_blocks(length: int) -> int:

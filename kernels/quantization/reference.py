@@ -19,9 +19,9 @@ def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
     scales = blocks.abs().amax(2).clamp_min(MIN_AMAX) / FP8_MAX
     if power_of_two:
         scales = power_of_two_above(scales)
-    numbers = (blocks / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    quantized = (blocks / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     rows = QuantizedRows.empty(m, k, x.device)
-    rows.data.copy_(numbers.flatten(1)[:, :k])
+    rows.data.copy_(quantized.flatten(1)[:, :k])
     rows.scales.copy_(scales)
     return rows
 
@@ -74,8 +74,8 @@ def quantize_weight(weight: Tensor, power_of_two: bool = False) -> BlockWeight:
     scales = blocks.abs().amax((1, 3)).clamp_min(1e-12) / FP8_MAX
     if power_of_two:
         scales = scales.log2().ceil().exp2()
-    numbers = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return BlockWeight(numbers.view(padded.shape)[:n, :k].contiguous(), scales.contiguous(), power_of_two)
+    quantized = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return BlockWeight(quantized.view(padded.shape)[:n, :k].contiguous(), scales.contiguous(), power_of_two)
 
 
 def block_product(rows: QuantizedRows, weight: BlockWeight) -> Tensor:

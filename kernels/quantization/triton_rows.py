@@ -54,8 +54,8 @@ def quantize_kernel(
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     line = rows.to(tl.int64)[:, None]
     tile = tl.load(x + line * X_STRIDE + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    numbers, scale = quantize_tile(tile, POWER_OF_TWO)
-    tl.store(out + line * WIDTH + cols[None, :], numbers, mask=mask)
+    quantized, scale = quantize_tile(tile, POWER_OF_TWO)
+    tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
     tl.store(scales + block * scale_stride + rows, scale, mask=inside)
 
 
@@ -80,8 +80,8 @@ def silu_mul_quantize_kernel(
     source = gate_up + line * X_STRIDE + cols[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    numbers, scale = quantize_tile(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
-    tl.store(out + line * WIDTH + cols[None, :], numbers, mask=mask)
+    quantized, scale = quantize_tile(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
+    tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
     tl.store(scales + block * scale_stride + rows, scale, mask=inside)
 
 
@@ -109,8 +109,8 @@ def rms_norm_quantize_kernel(
     rounded = value.to(x.dtype.element_ty)
     if KEEP:
         tl.store(normed + row * WIDTH + cols, rounded, mask=mask)
-    numbers, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
-    tl.store(out + row * WIDTH + cols, numbers, mask=mask)
+    quantized, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
+    tl.store(out + row * WIDTH + cols, quantized, mask=mask)
     tl.store(scales + blocks * scale_stride + row, scale, mask=blocks * _BLOCK < WIDTH)
 
 

@@ -50,17 +50,17 @@ def gather_kernel(
     if KV_FORMAT == _RANGE:
         values = stored_values(values, KV_FORMAT, tl.float32)
     elif KV_FORMAT > 0:
-        numbers = stored_values(values, KV_FORMAT, tl.float32)
+        raw = stored_values(values, KV_FORMAT, tl.float32)
         floats = cache.to(tl.pointer_type(tl.float32)) + (offset // 4)[:, None]
         in_latent = (column < LATENT)[None, :]
         if KV_FORMAT == _TOKEN:
             which = SCALES // 4 + (column >= LATENT)[None, :].to(tl.int32)
-            values = numbers * tl.load(floats + which, live, 0.0)
+            values = raw * tl.load(floats + which, live, 0.0)
         else:
             scale = tl.load(floats + LATENT // 4 + column[None, :] // _GROUP, live & in_latent, 0.0)
             halves = cache.to(tl.pointer_type(tl.bfloat16)) + LATENT // 2 + LATENT // _GROUP * 2 - LATENT
             rotary = tl.load(halves + (offset // 2)[:, None] + column[None, :], live & (column >= LATENT)[None, :], 0.0)
-            values = tl.where(in_latent, numbers * scale, rotary.to(tl.float32))
+            values = tl.where(in_latent, raw * scale, rotary.to(tl.float32))
     place = (tl.load(record + 3).to(tl.int64) + inside)[:, None] * (LATENT + ROTARY) + column[None, :]
     tl.store(out + place, values.to(out.dtype.element_ty), live)
 

@@ -98,12 +98,12 @@ def _latent_part(
         NUM: tl.constexpr = WIDTH // _GROUP if WIDTH > _GROUP else 1
         group = first // _GROUP + tl.arange(0, NUM)
         scale = tl.load(floats + LATENT // 4 + group[None, :])
-        numbers = stored_values(values, KV_FORMAT, tl.float32)
+        raw = stored_values(values, KV_FORMAT, tl.float32)
         if NUM == 1:
-            values = (numbers * scale).to(DTYPE)
+            values = (raw * scale).to(DTYPE)
         else:
-            wide = tl.reshape(numbers, [numbers.shape[0], NUM, _GROUP]) * scale[:, :, None]
-            values = tl.reshape(wide.to(DTYPE), [numbers.shape[0], WIDTH])
+            wide = tl.reshape(raw, [raw.shape[0], NUM, _GROUP]) * scale[:, :, None]
+            values = tl.reshape(wide.to(DTYPE), [raw.shape[0], WIDTH])
     return values
 
 
