@@ -56,12 +56,12 @@ def measure(
     generator = torch.Generator().manual_seed(seed)
     vocab_size = batch_model.config.vocab_size
     prompts = torch.randint(len(SPECIAL_TOKENS), vocab_size, (sequences, prompt_len), generator=generator)
-    said, state = batch_model.advance(prompts)
-    answers, drafted = [said], []
+    next_ids, state = batch_model.advance(prompts)
+    answers, drafted = [next_ids], []
     for _ in range(num_tokens):
         drafted.append(batch_model.draft(state, chain))
-        said, state = batch_model.advance(said)
-        answers.append(said)
+        next_ids, state = batch_model.advance(next_ids)
+        answers.append(next_ids)
     answer, drafts = torch.cat(answers, dim=1), torch.stack(drafted[: num_tokens + 1 - chain])  # [B, N+1], [n, B, K]
     right = drafts == torch.stack([answer[:, i + 1 : i + 1 + chain] for i in range(len(drafts))])
     reached = right.cumprod(dim=2).flatten(0, 1).sum(dim=0).tolist()
@@ -90,10 +90,10 @@ class BatchModel:
         batch = self._batch(ids, self._length)
         self._length += ids.shape[1]
         hidden = self._model.forward(batch)
-        said = self._best(hidden.view(*ids.shape, -1)[:, -1])
-        following = torch.cat((ids[:, 1:], said), dim=1)
+        next_ids = self._best(hidden.view(*ids.shape, -1)[:, -1])
+        following = torch.cat((ids[:, 1:], next_ids), dim=1)
         state = self._mtp.forward(0, following.flatten(), hidden, batch)
-        return said, state.view(*ids.shape, -1)[:, -1]
+        return next_ids, state.view(*ids.shape, -1)[:, -1]
 
     def draft(self, state: Tensor, count: int) -> Tensor:
         """[B, count]: a chain from the last state. The cache rows of drafts are overwritten later."""

@@ -43,17 +43,17 @@ class Subject:
 
     def turn(self, steps: int, prefills: int) -> dict[str, float]:
         """Median seconds of `steps` decode steps after the last of `prefills` prefills, and of the prefills."""
-        begun = []
+        seconds_of_prefills = []
         for _ in range(prefills + 1):
             driver = self._begin()
-            begun.append(driver.prefill())
-            if len(begun) <= prefills:
+            seconds_of_prefills.append(driver.prefill())
+            if len(seconds_of_prefills) <= prefills:
                 driver.close()
         for _ in range(WARM_STEPS):
             driver.decode()
         decodes = [driver.decode() for _ in range(steps)]
         driver.close()
-        return {"decode": median(decodes), "prefill": median(begun[1:])}  # the first follows other work
+        return {"decode": median(decodes), "prefill": median(seconds_of_prefills[1:])}  # the first follows other work
 
     def calls(self) -> int:
         """Number of function calls in a decode step on the worker's thread."""

@@ -45,8 +45,8 @@ class StepSizes:
             group: all ranks of the model; its tensors should be on the host, since the host waits for them.
             prefills: True if this rank's step has a prefill group.
         """
-        mine = torch.tensor([num_tokens, num_logits, int(prefills)], dtype=torch.int64, device=group.device)
-        rows = group.all_gather(mine)[:: parallel.attn_tp_size].tolist()
+        own_sizes = torch.tensor([num_tokens, num_logits, int(prefills)], dtype=torch.int64, device=group.device)
+        rows = group.all_gather(own_sizes)[:: parallel.attn_tp_size].tolist()
         return cls.known(parallel, [row[0] for row in rows], [row[1] for row in rows], any(row[2] for row in rows))
 
     @classmethod

@@ -54,16 +54,16 @@ def _compared(
     """One row's line. `expected` caches the reference's result."""
     bound = FP8_ERROR if case.fp8 else BF16_ERROR
     line: dict[str, Any] = {"bound": bound}
-    whose = "torch: "
+    prefix = "torch: "
     try:
         if not expected:
             expected.append(_result(case, reference, device))
-        whose = ""
+        prefix = ""
         found = difference(_result(case, kernel, device), expected[0])
     except NotServed as why:
-        return line | {"not_served": f"{whose}{why}", "ok": True}
+        return line | {"not_served": f"{prefix}{why}", "ok": True}
     except Exception as error:
-        return line | {"failed": f"{whose}{type(error).__name__}: {error}", "ok": False}
+        return line | {"failed": f"{prefix}{type(error).__name__}: {error}", "ok": False}
     return line | {"error": found, "ok": found <= bound}
 
 

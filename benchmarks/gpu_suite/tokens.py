@@ -55,11 +55,11 @@ def regrets(answers: list[list[int]]) -> list[float]:
     with Engine(device="cpu", dtype="float32", max_running_requests=len(PROMPTS)) as engine:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             ids = [*engine.tokenize(prompt), *answer]
-            told = engine.generate(
+            result = engine.generate(
                 input_ids=ids, sampling_params={"temperature": 0.0, "max_new_tokens": 1}, return_logprob=True,
                 logprob_start_len=len(ids) - len(answer) - 1, top_logprobs_num=1,
             )  # fmt: skip
-            meta: dict[str, Any] = told["meta_info"]  # type: ignore[call-overload, index]
+            meta: dict[str, Any] = result["meta_info"]  # type: ignore[call-overload, index]
             own = meta["input_token_logprobs"][-len(answer) :]
             best = meta["input_top_logprobs"][-len(answer) :]
             assert [entry[1] for entry in own] == answer

@@ -71,7 +71,7 @@ def chunk_lens(context: int, count: int, size: int) -> list[int]:
 def merge_chunks(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merges the attention over another chunk into `out` and `lse`, in place; in torch, for any device."""
     size = max(1, MAX_MERGED // max(1, out[:1].numel()))
-    for mine, own, theirs, others in zip(*(x.split(size) for x in (out, lse, other, other_lse)), strict=True):
+    for into, own, source, others in zip(*(x.split(size) for x in (out, lse, other, other_lse)), strict=True):
         share = torch.sigmoid(others - own)[..., None]
-        mine.copy_(mine.float().lerp_(theirs.float(), share))
+        into.copy_(into.float().lerp_(source.float(), share))
         torch.logaddexp(own, others, out=own)

@@ -84,9 +84,9 @@ def find_tile(
     tile_m, tile_n = grouped_order(program, total, NUM_N, GROUP)
     tile_m = tl.where(program < total * NUM_N, tile_m, total)
     expert = tl.sum((ends <= tile_m).to(tl.int32), 0)  # experts whose tiles all precede this one
-    mine = experts == expert
-    first = tl.sum(tl.where(mine, start + (tile_m - ends + tiles) * BLOCK_M, 0), 0)
-    return expert, tile_n, first, tl.sum(tl.where(mine, start + count, 0), 0)
+    is_expert = experts == expert
+    first = tl.sum(tl.where(is_expert, start + (tile_m - ends + tiles) * BLOCK_M, 0), 0)
+    return expert, tile_n, first, tl.sum(tl.where(is_expert, start + count, 0), 0)
 
 
 @triton.jit(

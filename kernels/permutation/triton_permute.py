@@ -97,8 +97,8 @@ def permute_kernel(
     else:
         tl.store(place, tile, mask=mask)
     if CARRIES:
-        theirs = x_scales + tl.program_id(1) * x_scale_stride + token
-        scale = tl.load(theirs, mask=pair >= 0, other=1.0)
+        token_scales = x_scales + tl.program_id(1) * x_scale_stride + token
+        scale = tl.load(token_scales, mask=pair >= 0, other=1.0)
         tl.store(scales + tl.program_id(1) * scale_stride + rows, scale, mask=inside)
 
 

@@ -124,11 +124,11 @@ def send_kernel(
             rows = part_of(peers, owner, rows_at, x.dtype.element_ty)
         scales = part_of(peers, owner, scales_at, tl.float32) + line * (WIDTH // _BLOCK)
         token = pair // TOP_K
-        theirs = x_scales
+        token_scales = x_scales
         if CARRIES:
-            theirs += token
+            token_scales += token
         _write_row(
-            x + token.to(tl.int64) * WIDTH, theirs, rows + line * WIDTH, scales, scale_stride,
+            x + token.to(tl.int64) * WIDTH, token_scales, rows + line * WIDTH, scales, scale_stride,
             WIDTH, COLS, FP8, POWER_OF_TWO, CARRIES,
         )  # fmt: skip
     if is_last(state + 2, tl.num_programs(0)) & complete:

@@ -130,8 +130,8 @@ class PhasedDispatcher:
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: tuple[Dispatcher, Any]) -> Tensor:
         """See `Dispatcher.combine`; with the dispatcher of the handle."""
-        dispatcher, theirs = handle
-        return dispatcher.combine(rows, topk_weights, theirs)
+        dispatcher, inner = handle
+        return dispatcher.combine(rows, topk_weights, inner)
 
     def check_peers(self) -> None:
         """See `WatchesPeers.check_peers`; for all phases, at the end of a step when its results are available."""

@@ -78,9 +78,9 @@ class HostAllToAll:
         group.all_to_all(self._received, self._sent[: sum(sizes)], self._room_bytes, sizes)
         num_received = [0] * group.size
         num_received[group.rank] = num_sent[group.rank]
-        for rank, (count, theirs) in zip(self._away, self._heads.tolist()):
+        for rank, (count, sender_tokens) in zip(self._away, self._heads.tolist()):
             num_received[rank] = count
-            fits = fits and theirs <= self._room_tokens
+            fits = fits and sender_tokens <= self._room_tokens
 
         records, arrived = self._arrived[slot].take(sum(num_received))
         if fits:

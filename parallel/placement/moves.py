@@ -178,13 +178,13 @@ class _LayerMoves:
             received[rank] += 1
             used.add(slot)
             victim = self._table[slot]
-            homeless = not self._may_overwrite(victim, left)
+            displaced = not self._may_overwrite(victim, left)
             left[expert] += 1
             left[victim] -= 1
-            if not homeless:
+            if not displaced:
                 return chain
-            homes = [other for other, want in enumerate(self._missing) if want[victim]]
-            rank = next((home for home in homes if received[home] < self._chunk_size), homes[0])
+            target_ranks = [other for other, want in enumerate(self._missing) if want[victim]]
+            rank = next((home for home in target_ranks if received[home] < self._chunk_size), target_ranks[0])
             expert = victim
 
     def _may_overwrite(self, expert: int, left: Counter[int]) -> bool:

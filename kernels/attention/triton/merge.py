@@ -67,9 +67,9 @@ def merge_chunk_kernel(out, lse, other, other_lse, WIDTH: tl.constexpr, BLOCK: t
     total = weight_a + weight_b
     norm = tl.where(total > 0.0, 1.0 / total, 0.0)
     place = row * WIDTH + column
-    mine = tl.load(out + place, live, 0.0).to(tl.float32)
-    theirs = tl.load(other + place, live, 0.0).to(tl.float32)
-    mixed = (mine * weight_a + theirs * weight_b) * norm
+    own = tl.load(out + place, live, 0.0).to(tl.float32)
+    added = tl.load(other + place, live, 0.0).to(tl.float32)
+    mixed = (own * weight_a + added * weight_b) * norm
     tl.store(out + place, mixed.to(out.dtype.element_ty), live)
     tl.store(lse + row, best + tl.log(total))
 

@@ -144,18 +144,18 @@ class FlashMLA(MergesChunks):
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         other = self._other(q, kv, k_rope)
-        theirs = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
-        return other.expanded(q, kv, k_rope, queries, scale, theirs)
+        other_plan = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
+        return other.expanded(q, kv, k_rope, queries, scale, other_plan)
 
     def expanded_chunk(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
         other, part = self._other(q, kv, k_rope), plan.part
         assert isinstance(other, ExpandsChunks)  # every GPU row does
-        theirs = plan.get(
+        other_plan = plan.get(
             part.queries, "expanded", lambda: other.plan_chunk(part.queries, part.first_keys, part.key_lens)
         )
-        return other.expanded_chunk(q, kv, k_rope, scale, theirs)
+        return other.expanded_chunk(q, kv, k_rope, scale, other_plan)
 
     def _other(self, q: Tensor, kv: Tensor, k_rope: Tensor) -> MLABackend:
         """The backend of the expanded form."""

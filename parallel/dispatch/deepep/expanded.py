@@ -48,7 +48,7 @@ class ExpandedHandle:
     slot: int
     topk_weights: Tensor
     row_weights: Tensor  # float32 [rows]
-    theirs: Any
+    lib_handle: Any
 
 
 class ExpandedDispatcher:
@@ -90,7 +90,7 @@ class ExpandedDispatcher:
             check_choices(topk_ids, self._shape.num_experts)
         slot = self._slots.take()
         sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
-        received, _, row_weights, theirs, _ = self._buffer.dispatch(
+        received, _, row_weights, lib_handle, _ = self._buffer.dispatch(
             sent.data if sent.scales is None else (sent.data, sent.scales),
             topk_idx=sent.ids.to(self._ids_dtype, copy=True),  # the handle references it: it must not change
             topk_weights=sent.weights,
@@ -105,16 +105,16 @@ class ExpandedDispatcher:
         dtype = self._shape.dtype
         if not format.rows:
             data, scales = decode(Tokens(data, scales, sent.ids, sent.weights), dtype), None
-        offsets = F.pad(theirs.psum_num_recv_tokens_per_expert, (1, 0))  # alignment 1: groups without padding
+        offsets = F.pad(lib_handle.psum_num_recv_tokens_per_expert, (1, 0))  # alignment 1: groups without padding
         batch = ExpertBatch("grouped", data, offsets=offsets, scales=scales, dtype=dtype)
-        return batch, ExpandedHandle(slot, topk_weights, row_weights, theirs)
+        return batch, ExpandedHandle(slot, topk_weights, row_weights, lib_handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExpandedHandle) -> Tensor:
         if topk_weights is not handle.topk_weights:
             raise ValueError("combine needs the topk_weights passed to dispatch: they were already sent")
         self._slots.release(handle.slot)
         weighted = (rows * handle.row_weights.unsqueeze(1)).to(rows.dtype)
-        out, _, _ = self._buffer.combine(weighted, handle.theirs)
+        out, _, _ = self._buffer.combine(weighted, handle.lib_handle)
         return out
 
 

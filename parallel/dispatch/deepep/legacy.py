@@ -123,7 +123,7 @@ class LowLatencyHandle:
     slot: int
     topk_ids: Tensor
     topk_weights: Tensor
-    theirs: Any
+    lib_handle: Any
 
 
 class LegacyLowLatency:
@@ -142,11 +142,11 @@ class LegacyLowLatency:
     ) -> tuple[ExpertBatch, LowLatencyHandle]:
         shape, slot = self._shape, self._slots.take()
         ids = topk_ids.to(self._ids_dtype)
-        received, counts, theirs, _, _ = self._buffer.low_latency_dispatch(
+        received, counts, lib_handle, _, _ = self._buffer.low_latency_dispatch(
             unquantized(x), ids, shape.max_tokens, shape.num_experts, use_fp8=shape.fp8,
             round_scale=shape.fp8 and format.power_of_two,
         )  # fmt: skip
-        handle = LowLatencyHandle(slot, ids, topk_weights, theirs)
+        handle = LowLatencyHandle(slot, ids, topk_weights, lib_handle)
         if shape.fp8 and format.rows:  # scales are in the grouped product's layout
             data, scales = received
             return ExpertBatch("padded", data, counts=counts, scales=scales, dtype=shape.dtype), handle
@@ -156,7 +156,7 @@ class LegacyLowLatency:
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: LowLatencyHandle) -> Tensor:
         self._slots.release(handle.slot)
         weights = topk_weights.float()
-        out, _, _ = self._buffer.low_latency_combine(rows.contiguous(), handle.topk_ids, weights, handle.theirs)
+        out, _, _ = self._buffer.low_latency_combine(rows.contiguous(), handle.topk_ids, weights, handle.lib_handle)
         return out
 
     def _in_activation_dtype(self, data: Tensor, scales: Tensor) -> Tensor:
