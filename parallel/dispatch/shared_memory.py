@@ -52,14 +52,14 @@ class SharedMemory:
     def __init__(self, group: Group, shape: DispatchShape, rows: TokenRows) -> None:
         self._group = group
         self._rows = rows
-        self._room = group.size * shape.max_tokens  # max sums of a rank
+        self._max_sums = group.size * shape.max_tokens  # max sums of a rank
         self._experts = group.rank * shape.num_local, shape.num_local
         self._takes_part = taking_part(group)
         self._numbers = torch.arange(shape.max_tokens).unsqueeze(1)
         self._form = form = RecordFormat.of(shape)
         self._records = form.records
         self._begins = [rank * shape.max_tokens * form.num_bytes for rank in range(group.size)]
-        ranks, num_rows = group.size, self._room
+        ranks, num_rows = group.size, self._max_sums
         sums = ranks * num_rows * shape.hidden * shape.dtype.itemsize
         sizes = [(ranks + 1) * ranks * 8, num_rows * form.num_bytes, sums]
         one = sum(_aligned(sizes))
@@ -87,12 +87,12 @@ class SharedMemory:
 
     def collect(self, partial: Tensor, handle: Handle) -> Tensor:
         region, rank = self._regions[handle.slot], self._group.rank
-        region.sums[rank * self._room :][: len(partial)].copy_(partial)
+        region.sums[rank * self._max_sums :][: len(partial)].copy_(partial)
         region.starts[rank] = handle.starts
         self._raise_flag(handle.slot, SUMS)
         self._wait(handle.slot, SUMS, "combine through shared memory")
 
-        shifts = np.arange(self._group.size) * self._room + region.starts[:, rank] - handle.firsts
+        shifts = np.arange(self._group.size) * self._max_sums + region.starts[:, rank] - handle.firsts
         numbers = handle.positions.numpy()
         positions = np.where(numbers >= 0, numbers + shifts, -1)
         return self._rows.sum_rows(region.sums, torch.from_numpy(positions))

@@ -40,9 +40,9 @@ class PassCounts:
         """True if layers counted in place in the last pass."""
         self._layers: list[int] = []
         self._ids: list[Tensor] = []
-        self._room = torch.empty(config.num_layers, 0, config.top_k, dtype=torch.int32, device=self._device)
-        self._rooms: Sequence[Tensor] = self._room.unbind(0)
-        self._in_room = 0
+        self._ids_buffer = torch.empty(config.num_layers, 0, config.top_k, dtype=torch.int32, device=self._device)
+        self._layer_ids: Sequence[Tensor] = self._ids_buffer.unbind(0)
+        self._num_stored = 0
         self._first: dict[tuple[int, ...], Tensor] = {}  # by layers: int32 [M, 1, 1], index of slot 0
         self._ones = torch.ones(0, dtype=torch.int32, device=self._device)
         self._again: tuple[tuple[int, ...], Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
@@ -59,7 +59,7 @@ class PassCounts:
         """Clears the counts."""
         self._all.zero_()
         if self._ids:
-            self._layers, self._ids, self._in_room = [], [], 0
+            self._layers, self._ids, self._num_stored = [], [], 0
         self.cell.point(self._in_place.data_ptr(), self._in_place.nbytes)
 
     def end(self) -> None:
@@ -81,12 +81,12 @@ class PassCounts:
 
     def ids_buffer(self, num_tokens: int) -> Tensor:
         """int32 [T, K] buffer for a layer's choices, passed to `add_choices` afterwards: avoids a copy."""
-        if self._room.shape[1] != num_tokens:
-            self._room = self._room.new_empty(self._room.shape[0], num_tokens, self._room.shape[2])
-            self._rooms = self._room.unbind(0)
+        if self._ids_buffer.shape[1] != num_tokens:
+            self._ids_buffer = self._ids_buffer.new_empty(self._ids_buffer.shape[0], num_tokens, self._ids_buffer.shape[2])
+            self._layer_ids = self._ids_buffer.unbind(0)
             self._again = None
-        self._in_room += 1
-        return self._rooms[self._in_room - 1]
+        self._num_stored += 1
+        return self._layer_ids[self._num_stored - 1]
 
     def add_choices(self, layer: int, topk_ids: Tensor) -> None:
         """topk_ids int32 [T, K] physical, unchanged until counted. A layer may run several times, for consecutive parts
@@ -107,7 +107,7 @@ class PassCounts:
             self._adds = False
         if not self._ids:
             return
-        if self._in_room == len(self._ids):
+        if self._num_stored == len(self._ids):
             ids, offsets, places, flat, ones = self._views(tuple(self._layers))
             torch.add(ids, offsets, out=places)
         else:
@@ -128,7 +128,7 @@ class PassCounts:
         Cached: decode passes have the same number of tokens, and creating views costs as much as counting.
         """
         if self._again is None or self._again[0] != layers:
-            ids = self._room[: len(layers)]
+            ids = self._ids_buffer[: len(layers)]
             places = torch.empty_like(ids)
             self._again = layers, ids, self._offsets(layers), places, places.view(-1), self._some_ones(ids.numel())
         return self._again[1:]
