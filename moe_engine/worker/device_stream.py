@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.parallel.overlap import Lane, ThreadLane
+from moe_engine.parallel.overlap import CommStream, CommThread
 
 
 class HostCopy:
@@ -143,7 +143,7 @@ class DeviceStream:
 
 
 class StreamLane:
-    """Implements `parallel.overlap.Lane` with a second stream of an accelerator."""
+    """Implements `parallel.overlap.CommStream` by a second stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -195,6 +195,6 @@ def make_graphs(device: torch.device) -> CudaGraphs | None:
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
-def make_lane(device: torch.device) -> Lane:
-    """A lane in addition to the stream or thread that runs steps on a device."""
-    return ThreadLane() if device.type == "cpu" else StreamLane(device)
+def make_lane(device: torch.device) -> CommStream:
+    """A lane beside the stream or thread that runs steps on a device."""
+    return CommThread() if device.type == "cpu" else StreamLane(device)

@@ -41,7 +41,7 @@ def test_mistakes_exit_with_2_and_one_message(capsys, model_dir):
     for argv, words in [
         (["sevre"], "did you mean serve"),
         (["--port", "3"], "give a command first"),
-        (["serve", "--tp", "3"], "attention heads cannot be shared evenly by 3 ranks"),
+        (["serve", "--tp", "3"], "attention heads cannot be split evenly over 3 ranks"),
         (["serve", "--pp", "4"], "--pp-size 4: not supported yet"),
         (["serve", "--page-sise", "4"], "--page-size"),
         (["plan", "--model-path", "/no/such"], "no such folder"),

@@ -256,7 +256,7 @@ def test_kv_heads_are_shared_or_repeated(model_dir) -> None:
     shared = {**LLAMA, "num_attention_heads": 12, "hidden_size": 384}
     six = load_model_config(model_dir({**shared, "num_key_value_heads": 6}))
     assert plan_of(six, tp=3).num_ranks == 3 and plan_of(six, tp=12).num_ranks == 12
-    with pytest.raises(ConfigError, match=r"6 KV heads .* by 4 ranks .* nor repeated .*; 3 or 6 could"):
+    with pytest.raises(ConfigError, match=r"6 KV heads .* over 4 ranks .* nor replicated .*; 3 or 6 divide"):
         plan_of(six, tp=4)
 
 

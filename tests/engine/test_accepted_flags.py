@@ -59,10 +59,11 @@ def script(rng: random.Random, longest: int) -> list[Scripted]:
     prefix = [rng.randrange(VOCAB) for _ in range(longest // 2)]
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest // 2))] for _ in range(7)]
     prompts = [prefix + prompt if i % 3 == 0 else prompt for i, prompt in enumerate(prompts)]
+    greedy = {"temperature": 0, "ignore_eos": True}
     return [
-        Scripted(str(i), prompt, MAX_NEW_TOKENS, arrives=rng.randrange(6), sampling={"temperature": 0, "ignore_eos": True})
+        Scripted(str(i), prompt, MAX_NEW_TOKENS, arrives=rng.randrange(6), sampling=greedy)
         for i, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")

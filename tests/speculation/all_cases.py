@@ -2,8 +2,9 @@
 
 Runs a pairwise cover of the factors in `tests.speculation.matrix` (drafters, depths, widths, prefix cache, chunks,
 pages, retraction, aborts, penalties, log-probabilities, ...) on tiny random checkpoints: every two values of two
-factors meet in some case. Tokens must be equal, and log-probabilities to within 1e-4. Prints a line a case, writes JSON
-where asked, and exits with 1 on a difference. From the root of the repository, with the test extras installed.
+factors are combined in some case. Tokens must be equal, and log-probabilities to within 1e-4. Prints a line per case,
+writes JSON on request, and exits with 1 on a difference. Run from the root of the repository, with the test extras
+installed.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.speculation.all_cases", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--prompts", type=int, default=64, help="requests of a case (default: 64)")
-    parser.add_argument("--tokens", type=int, default=96, help="most tokens that a request brings (default: 96)")
-    parser.add_argument("--seed", type=int, default=0, help="of checkpoints, prompts and the choice of cases")
-    parser.add_argument("--only", nargs="*", default=[], metavar="FACTOR=VALUE", help="cases with these values alone")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--prompts", type=int, default=64, help="requests per case (default: 64)")
+    parser.add_argument("--tokens", type=int, default=96, help="max tokens of a request (default: 96)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of checkpoints, prompts and the choice of cases")
+    parser.add_argument("--only", nargs="*", default=[], metavar="FACTOR=VALUE", help="only cases with these values")
+    parser.add_argument("--json", type=Path, help="output file of the results")
     args = parser.parse_args(argv)
     wanted = dict(item.split("=", 1) for item in args.only)
     if unknown := wanted.keys() - FACTORS.keys():
-        parser.error(f"no factor {', '.join(sorted(unknown))}; there are {', '.join(FACTORS)}")
+        parser.error(f"no factor {', '.join(sorted(unknown))}; choose from {', '.join(FACTORS)}")
     cases = [
         case
         for case in pairwise_cover(FACTORS, allowed, args.seed)
         if all(str(case[name]) == value for name, value in wanted.items())
     ]
-    # a tiny pool holds the longest request and little more
+    # a tiny pool barely fits the longest request
     scale = Scale(args.prompts, args.tokens, tiny_pool=-(-(args.tokens + 80) // 16) * 16)
     with tempfile.TemporaryDirectory() as folder:
         results = run_cases(Matrix(Path(folder), scale, args.seed), cases)
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_cases(matrix: Matrix, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs cases, printing a line for each; returns them with what they came to."""
+    """Runs cases, printing a line for each; returns them with their results."""
     widths = [max(len(name), *(len(str(value)) for value in values)) for name, values in FACTORS.items()]
     print("  ".join(name.ljust(width) for name, width in zip(FACTORS, widths)) + "  drafts  tokens/step  retracted")
     results = []

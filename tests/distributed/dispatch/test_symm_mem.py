@@ -151,7 +151,7 @@ def test_a_peer_that_died_is_an_error_within_the_bound(tmp_path: Path) -> None:
             time.sleep(0.02)
         os.kill(ranks.pid(1), signal.SIGKILL)
         text = ranks.finish(30, expect_dead=(1,))[0]  # raises if it hangs
-    assert "ranks [1] did not come in 1 s" in text
+    assert "ranks [1] did not arrive within 1 s" in text
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -172,7 +172,7 @@ def test_why_not_on_other_devices_and_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     assert "the device is cpu" in (symm_mem.why_not("cpu", 1) or "")
     assert "2 nodes (nvshmem goes beyond)" in (symm_mem.why_not("cuda", 2) or "")
     assert symm_mem.why_not("cuda", 1) is None
-    with pytest.raises(ValueError, match="there is one rank"):
+    with pytest.raises(ValueError, match="there is only one rank"):
         choose(Place("cuda", 1), "symm_mem")
     with pytest.raises(ValueError, match="GPUs 0 and 1 are not linked"):
         choose(Place("cuda", 8, unlinked="GPUs 0 and 1 are not linked"), "symm_mem")
@@ -205,7 +205,7 @@ GOOD = DispatchShape(128, 8, 8, 7168, 128, torch.bfloat16, fp8=True)
     [
         ("dispatcher", {"dtype": torch.float64}, "not torch.float64"),
         ("dispatcher", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
-        ("dispatcher", {"max_tokens": 1 << 25}, "32 bits"),
+        ("dispatcher", {"max_tokens": 1 << 25}, "32-bit"),
         ("nvshmem", {"num_ranks": 32}, "32 ranks; at most 16"),
         ("nvshmem", {"num_ranks": 4}, "32 experts of a rank; at most 16"),
         ("nvshmem", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),

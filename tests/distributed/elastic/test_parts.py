@@ -26,7 +26,7 @@ from moe_engine.errors import EngineDeadError
 from moe_engine.executor import messages as rank_messages
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
-from moe_engine.parallel.collectives import LOOK_AGAIN, Group, SingleRank
+from moe_engine.parallel.collectives import POLL_INTERVAL, Group, SingleRank
 from moe_engine.parallel.dispatch.rows import without_lost
 from moe_engine.parallel.elastic import ElasticWorld, SurvivorGroup
 from moe_engine.parallel.placement.coverage import Coverage
@@ -130,7 +130,7 @@ def late_messages(rank: int) -> list[list[float]]:
     world = ElasticWorld(2, rank, 20.0, "cpu", ("world",))
     link = world.link()
     if rank == 1:
-        time.sleep(4 * LOOK_AGAIN.total_seconds())
+        time.sleep(4 * POLL_INTERVAL.total_seconds())
     arrived = [torch.zeros(rank + 1, dtype=torch.float64) for _ in range(2)]
     sends = [(peer, torch.full((peer + 1,), float(10 * rank + peer), dtype=torch.float64)) for peer in range(2)]
     works = link.start(sends, list(enumerate(arrived)))

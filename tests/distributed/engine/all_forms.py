@@ -26,7 +26,7 @@ SPREAD = ("attention", "experts")
 
 
 def whole_matrix(seed: int) -> list[dict[str, Any]]:
-    """Cases in which each form meets each number of ranks, and any two other settings each other."""
+    """Cases that cover each form with each number of ranks, and any two other settings together."""
     spreads = [(attention, experts) for attention in FACTORS["attention"] for experts in FACTORS["experts"]]
     factors = {"form": spreads, **{name: values for name, values in FACTORS.items() if name not in SPREAD}}
     cover = pairwise_cover(factors, lambda case: allowed(_apart(case)), seed)
@@ -44,7 +44,7 @@ def run_cases(
     done: list[dict[str, Any]],
     keep: Callable[[list[dict[str, Any]]], object],
 ) -> list[dict[str, Any]]:
-    """Runs the cases that are not done, printing a line for each; returns all with what they came to.
+    """Runs the cases that are not done, printing a line for each; returns all results.
 
     Args:
         keep: called with all results so far after each case.
@@ -73,7 +73,7 @@ def _run_case(forms: Forms, case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         found = vars(forms.run(case))
-    except Exception as error:  # one engine that fails leaves the others to be run
+    except Exception as error:  # a failing engine must not stop the other cases
         found = {"failure": f"{type(error).__name__}: {error}"}
     return {"case": dict(case), "seconds": round(time.perf_counter() - began, 2), **found}
 
@@ -83,7 +83,7 @@ def _is_wrong(result: dict[str, Any]) -> bool:
 
 
 def summary(results: list[dict[str, Any]]) -> str:
-    """Cases that agree, of those run, for each form by number of ranks."""
+    """Agreeing cases out of those run, for each form by number of ranks."""
     rows = []
     for attention in FACTORS["attention"]:
         for experts in FACTORS["experts"]:
@@ -109,8 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     wanted = dict(item.split("=", 1) for item in args.only)
     if unknown := wanted.keys() - FACTORS.keys():
-        parser.error(f"no factor {', '.join(sorted(unknown))}; there are {', '.join(FACTORS)}")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that are started
+        parser.error(f"no factor {', '.join(sorted(unknown))}; choose from {', '.join(FACTORS)}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the started processes
     cases = [
         case
         for case in whole_matrix(args.seed)
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.resume:
         before = json.loads(args.resume.read_text())
         if before["settings"] != settings:
-            parser.error(f"{args.resume} is of a run with {before['settings']}")
+            parser.error(f"{args.resume} is from a run with {before['settings']}")
         done = [result for result in before["cases"] if result["case"] in cases and not _is_wrong(result)]
         print(f"{len(done)} of {len(cases)} cases agreed before")
     path = args.resume or args.json

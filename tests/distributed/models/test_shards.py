@@ -214,7 +214,7 @@ def test_shares_of_a_step() -> None:
 
 
 def test_phase_of_a_step() -> None:
-    """Decode mode takes so many tokens of a rank; a larger step and one with any prefill go the other handle."""
+    """Decode mode has a max number of tokens per rank; a larger step, or one with any prefill, uses normal mode."""
     parallel = replace(imagine(Topology(4, 2, 4, moe_a2a_backend="deepep"), 0, []), decode_tokens=3)
     for tokens, prefills, phase in (([6, 5], False, "decode"), ([7, 0], False, "prefill"), ([1, 0], True, "prefill")):
         assert StepSizes.known(parallel, tokens, tokens, prefills).phase == phase

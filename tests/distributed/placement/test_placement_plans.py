@@ -196,7 +196,7 @@ def test_balancedness_by_hand():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ExpertLayout(256, 32, 5), "27 would fit|32 would fit"),
+        (lambda: ExpertLayout(256, 32, 5), "27 are valid|32 are valid"),
         (lambda: ExpertLayout(256, 32, 0, 5), "not a multiple of the 5 nodes"),
         (lambda: ExpertLayout(256, 32, 0, 1, 7), "7 equal groups"),
         (lambda: resolve_policy("best", ExpertLayout(8)), "--eplb-algorithm best: unknown; there are auto"),

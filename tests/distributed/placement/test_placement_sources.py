@@ -83,6 +83,6 @@ class Executed:
 
 def test_nothing_in_a_file_is_executed(tmp_path, capsys):
     torch.save({"logical_count": Executed()}, tmp_path / "evil.pt")
-    with pytest.raises(ConfigError, match=r"evil.pt: not a file of torch.save that holds tensors"):
+    with pytest.raises(ConfigError, match=r"evil.pt: not a torch.save file of tensors"):
         from_any(str(tmp_path / "evil.pt"), LAYOUT, 3)
     assert "executed" not in capsys.readouterr().out

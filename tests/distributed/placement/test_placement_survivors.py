@@ -57,7 +57,7 @@ def test_a_second_death_and_a_named_loss():
     assert first.unplaced == ((0, 0), (0, 1))  # six slots for eight experts: the coldest two go
     second = plan_for_survivors(counts, layout, [False, False, True, True], first.placement)
     assert len(second.unplaced) == 4 and {expert for _, expert in second.unplaced} == {0, 1, 2, 3}
-    with pytest.raises(ConfigError, match="one of 4 at least"):
+    with pytest.raises(ConfigError, match="at least one of 4"):
         plan_for_survivors(counts, layout, [False] * 4, previous)
 
 

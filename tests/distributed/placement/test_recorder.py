@@ -497,7 +497,7 @@ def test_what_the_dispatcher_reports(tmp_path):
         recorder.on_select(1, torch.zeros(3, TOP_K, dtype=torch.int32))
         recorder.on_dispatch(1, torch.tensor([rank + 1, 0, 5]))
         recorder.end_pass()
-        assert recorder.wants_arrivals
+        assert recorder.counts_dispatched
         recorders.append(recorder)
     assert dumped(tmp_path, *recorders)["logical_count"][0, 1].tolist() == [1, 0, 5, 2, 0, 5]
 
@@ -526,8 +526,8 @@ def test_the_directory_is_the_operators(tmp_path):
     ("fields", "message"),
     [
         ({"mode": "all"}, f"recorder-mode all: unknown; there are {', '.join(MODES)}"),
-        ({"mode": "per_token", "top_k": 9}, "holds 8 experts a token, this model has 9; use per_pass"),
-        ({"mode": "per_token", "source": "dispatcher"}, "per_token cannot count by the dispatcher"),
+        ({"mode": "per_token", "top_k": 9}, "supports 8 experts per token, this model has 9; use per_pass"),
+        ({"mode": "per_token", "source": "dispatcher"}, "per_token does not support the dispatcher"),
         ({"buffer_size": 0}, "--expert-distribution-recorder-buffer-size 0"),
         ({"ep_size": 4}, "not a multiple of --ep-size 4"),
     ],

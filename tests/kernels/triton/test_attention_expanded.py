@@ -63,11 +63,11 @@ def test_parts_and_their_log_sum_exps(dtype: torch.dtype) -> None:
         first = [min(begin, c) for c in queries.context_lens]
         count = [min(stop, c) - f for c, f in zip(queries.context_lens, first)]
         rows = torch.cat([torch.arange(s + f, s + f + n) for s, f, n in zip(starts, first, count)])
-        part, part_lse = mla.expanded_part(q, kv[rows], rope[rows], 0.3, mla.plan_part(queries, first, count))
+        part, part_lse = mla.expanded_chunk(q, kv[rows], rope[rows], 0.3, mla.plan_chunk(queries, first, count))
         if out is None or lse is None:
             out, lse = part, part_lse
         else:
-            mla.merge_parts(out, lse, part, part_lse)
+            mla.merge_chunks(out, lse, part, part_lse)
     assert out is not None and lse is not None
     close(out, want(q, kv, rope, queries, 0.3), 3)
     token = 0
@@ -85,7 +85,7 @@ def test_a_part_that_nobody_sees_is_nothing() -> None:
     queries, _ = paged_queries([(3, 9)])
     q = normal(3, 2, 24, dtype=FP32)
     kv, rope = normal(4, 2, 40, dtype=FP32), normal(4, 8, dtype=FP32)
-    out, lse = mla.expanded_part(q, kv, rope, 1.0, mla.plan_part(queries, [9], [4]))
+    out, lse = mla.expanded_chunk(q, kv, rope, 1.0, mla.plan_chunk(queries, [9], [4]))
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 

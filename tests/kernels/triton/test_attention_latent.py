@@ -205,7 +205,7 @@ def test_nothing_to_do_and_what_is_refused() -> None:
     queries, size = paged_queries([(3, 9)])
     with pytest.raises(ValueError, match="bytes"):
         mla.absorbed(torch.zeros(3, 4, 96), torch.zeros(size, 97, dtype=torch.uint8), queries, 1.0, None)
-    with pytest.raises(ValueError, match="numbers"):
+    with pytest.raises(ValueError, match="values"):
         mla.absorbed(torch.zeros(3, 4, 96), torch.zeros(size, 97), queries, 1.0, None)
     with pytest.raises(ValueError, match="cache is"):
         mla.absorbed(torch.zeros(3, 4, 96), torch.zeros(size, 96, dtype=BF16), queries, 1.0, None)

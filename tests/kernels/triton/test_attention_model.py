@@ -63,16 +63,16 @@ def test_a_long_context_is_expanded_in_parts(tmp_path: Path, monkeypatch: pytest
     """With room for 8 tokens at once the prompts stay expanded, four tokens at a time: the same answers."""
     path = make_checkpoint("deepseek_v3", tmp_path, seed=12)
     expected_tokens, expected = greedy(path, None)
-    whole, pieces = mla_chunks.cut, []
+    whole, chunks = mla_chunks.cut, []
 
     def cut(batch: AttentionBatch, backend: object, plan: object, *limits: int) -> list[mla_chunks.Piece]:
-        pieces.extend(found := whole(batch, backend, plan, 8, 4))  # type: ignore[arg-type]
+        chunks.extend(found := whole(batch, backend, plan, 8, 4))  # type: ignore[arg-type]
         return found
 
     monkeypatch.setattr(mla_chunks, "cut", cut)
     tokens, logits = greedy(path, triton_attention.TritonMLA(num_programs=5))
-    prefills = [piece for piece in pieces if piece.queries.query_lens[0] > 3]
-    assert prefills and not any(piece.absorbed for piece in prefills)
-    assert max(len(piece.parts) for piece in pieces) == 7  # of 26 tokens
+    prefills = [chunk for chunk in chunks if chunk.queries.query_lens[0] > 3]
+    assert prefills and not any(chunk.absorbed for chunk in prefills)
+    assert max(len(chunk.context_chunks) for chunk in chunks) == 7  # of 26 tokens
     assert tokens == expected_tokens
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

@@ -14,7 +14,7 @@ from moe_engine.kernels.quantization import reference
 from moe_engine.parallel.expert_tables import ExpertTables
 from moe_engine.parallel.expert_transfer import ExpertTransfer, SlotMemory
 from moe_engine.parallel.experts import FusedLocalExperts
-from moe_engine.parallel.overlap import ThreadLane
+from moe_engine.parallel.overlap import CommThread
 from moe_engine.parallel.placement.moves import plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
 
@@ -76,7 +76,7 @@ def test_no_token_notices_that_experts_move(kind: str) -> None:
         for slot, expert in enumerate(table.held(0)):
             _load(own, slot, experts[expert])
     transfers = [
-        ExpertTransfer(SlotMemory(kernel, {0: own}, 1), Link(box, rank), rank, SLOTS, ThreadLane())  # type: ignore[arg-type]
+        ExpertTransfer(SlotMemory(kernel, {0: own}, 1), Link(box, rank), rank, SLOTS, CommThread())  # type: ignore[arg-type]
         for rank, own in enumerate(weights)
     ]
     x, topk_weights = torch.randn(5, HIDDEN).bfloat16(), torch.rand(5, 2)

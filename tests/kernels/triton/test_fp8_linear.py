@@ -119,7 +119,7 @@ def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
     assert linear.input_format(prepared) == ActivationFormat.fp8(power_of_two)
     assert linear.input_format(linear.prepare(torch.randn(4, 200))) == UNQUANTIZED
     normed = TritonOps().rms_norm_quantized(x, norm, 1e-5, linear.input_format(prepared))
-    assert normed.numbers is None and len(normed) == rows
+    assert normed.unquantized is None and len(normed) == rows
     got = linear.run(normed, prepared)
     assert got.shape == (rows, 70) and got.dtype == x.dtype
     _, quantised = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)

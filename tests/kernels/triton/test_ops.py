@@ -134,7 +134,7 @@ def test_fp8_heads_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, heads, w
         row.write_kv(k, v, slots, caches[0], caches[1])
         written.append(caches.view(torch.uint8))
     assert torch.equal(*written) and written[0].any()
-    with pytest.raises(ValueError, match="kept as"):
+    with pytest.raises(ValueError, match="key cache is"):
         ops.write_kv(k, v, slots, caches[0], torch.zeros(50, heads, width, dtype=dtype))
 
 

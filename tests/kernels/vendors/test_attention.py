@@ -203,7 +203,7 @@ def test_flashmla_refuses_records_that_it_does_not_read():
     other = torch.zeros(size, record_bytes(FP8_TOKEN, LATENT, 64), dtype=torch.uint8)
     own = torch.zeros(size, record_bytes(FP8_GROUPS, LATENT, 64), dtype=torch.uint8)
     for backend, cache in ((flash_mla(), other), (flash_mla(plans_itself=False), own)):
-        with pytest.raises(ValueError, match="does not read"):
+        with pytest.raises(ValueError, match="does not support this FP8 record format"):
             backend.absorbed(q, cache, queries, 1.0, None)
 
 

@@ -79,12 +79,12 @@ def test_expanded_whole_and_in_parts(name):
     close(backend.expanded(q, kv, rope, moved, 0.07, plan).cpu(), want, scale=3)
     found, first = [], 0
     for length in (256, 256, 388):
-        plan = backend.plan_part(moved, [first], [length])
+        plan = backend.plan_chunk(moved, [first], [length])
         latent = backend.gather_latent(cache, moved, plan, q.new_empty(length, WIDTH), LATENT)
-        found.append(backend.expanded_part(q, kv[first : first + length], latent[:, LATENT:], 0.07, plan))
+        found.append(backend.expanded_chunk(q, kv[first : first + length], latent[:, LATENT:], 0.07, plan))
         first += length
     for part in found[1:]:
-        backend.merge_parts(*found[0], *part)
+        backend.merge_chunks(*found[0], *part)
     close(found[0][0].cpu(), want, scale=3)
     scores = torch.einsum("thd,shd->ths", q.cpu().double(), keys.double()) * 0.07
     hidden = torch.arange(900)[None] > torch.arange(830, 900)[:, None]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import parts
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
-from moe_engine.kernels.attention.parts import merge_parts, part_lens
-from moe_engine.kernels.attention.protocol import ExpandsParts, PagedQueries
+from moe_engine.kernels.attention.parts import chunk_lens, merge_chunks
+from moe_engine.kernels.attention.protocol import ExpandsChunks, PagedQueries
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA, _Expanded
@@ -80,7 +80,7 @@ def test_parts_equal_float64(name: str, lens: list[tuple[int, int]], last: list[
     planned = []
     for live, firsts, counts in rounds(queries, last):
         asked = queries if len(live) == len(lens) else only(queries, live[0])
-        planned.append((live, firsts, counts, asked, backend.plan_part(asked, firsts, counts)))
+        planned.append((live, firsts, counts, asked, backend.plan_chunk(asked, firsts, counts)))
     for _ in range(2):
         out, lse = torch.empty(0), torch.empty(0)
         for live, firsts, counts, asked, plan in planned:
@@ -89,10 +89,10 @@ def test_parts_equal_float64(name: str, lens: list[tuple[int, int]], last: list[
             assert torch.equal(backend.gather_latent(cache, asked, plan, latent, LATENT), cache[rows])
             start = sum(queries.query_lens[: live[0]])
             tokens = slice(start, start + asked.num_tokens)
-            part = backend.expanded_part(q[tokens], kv_of[rows], latent[:, LATENT:], SCALE, plan)
+            part = backend.expanded_chunk(q[tokens], kv_of[rows], latent[:, LATENT:], SCALE, plan)
             assert part[0].is_contiguous() and part[1].is_contiguous() and part[1].dtype == torch.float32
             if out.numel():
-                backend.merge_parts(out[tokens], lse[tokens], *part)
+                backend.merge_chunks(out[tokens], lse[tokens], *part)
             else:
                 out, lse = part
         close(out, want, 2)
@@ -103,8 +103,8 @@ def test_parts_equal_float64(name: str, lens: list[tuple[int, int]], last: list[
 def test_parts_that_no_single_mask_does_are_refused(name: str) -> None:
     backend: Any = MLA[name]()
     queries, _ = paged_queries([(5, 20), (3, 9)])
-    backend.plan_part(queries, [15, 2], [5, 7])
-    backend.plan_part(queries, [3, 0], [12, 6])
+    backend.plan_chunk(queries, [15, 2], [5, 7])
+    backend.plan_chunk(queries, [3, 0], [12, 6])
     for firsts, lens in (
         ([15, 0], [5, 6]),  # one with its query tokens, one before them
         ([10, 0], [9, 6]),  # ends among the query tokens
@@ -112,20 +112,20 @@ def test_parts_that_no_single_mask_does_are_refused(name: str) -> None:
         ([3, 0], [12, 0]),  # no keys
         ([-1, 0], [12, 6]),
     ):
-        with pytest.raises(ValueError, match="part"):
-            backend.plan_part(queries, firsts, lens)
+        with pytest.raises(ValueError, match="chunk"):
+            backend.plan_chunk(queries, firsts, lens)
     with pytest.raises(ValueError, match="causal"):
-        backend.plan_part(random_trees(queries)[0], [15, 2], [5, 7])
+        backend.plan_chunk(random_trees(queries)[0], [15, 2], [5, 7])
 
 
 def test_lengths_of_parts() -> None:
-    assert part_lens(16385, 8192, 8192) == [4096, 4097, 8192]
+    assert chunk_lens(16385, 8192, 8192) == [4096, 4097, 8192]
     draw = random.Random(0)
     for _ in range(2000):
         size = draw.randint(1, 40)
         context = size + draw.randint(1, 400)
         count = draw.randint(1, size)
-        lens = part_lens(context, count, size)
+        lens = chunk_lens(context, count, size)
         assert sum(lens) == context and min(lens) >= 1 and max(lens) <= size and lens[-1] >= count
         assert len(lens) == -(-context // size) and len(set(lens[1:-1])) <= 1
 
@@ -139,7 +139,7 @@ def test_merging_a_block_at_a_time(dtype: torch.dtype, monkeypatch: pytest.Monke
     total = torch.logaddexp(lse.double(), other_lse.double())
     shares = (x.double().sub(total).exp()[..., None] for x in (lse, other_lse))
     want = sum(x.double() * share for x, share in zip((out, other), shares))
-    merge_parts(out, lse, other, other_lse)
+    merge_chunks(out, lse, other, other_lse)
     close(out, want)
     torch.testing.assert_close(lse.double(), total, rtol=1e-6, atol=1e-6)
 
@@ -156,12 +156,12 @@ def test_parts_of_one_length_share_a_plan_of_flashinfer() -> None:
         wrapper.made = 0 if step == 0 else wrapper.made
         begin, plans = 0, []
         for length in (20, 20, 20, 20, 6):
-            plans.append((begin, length, backend.plan_part(queries, [begin], [length])))
+            plans.append((begin, length, backend.plan_chunk(queries, [begin], [length])))
             begin += length
         before = wrapper.made
         for begin, length, plan in plans:
             rows = slots_of(queries, 0)[begin : begin + length]
-            backend.expanded_part(q, kv[begin : begin + length], cache[rows, LATENT:], SCALE, plan)
+            backend.expanded_chunk(q, kv[begin : begin + length], cache[rows, LATENT:], SCALE, plan)
         assert wrapper.made == (2 if step == 0 else before), "planned at the layer"
     assert wrapper.made <= 6
 
@@ -173,7 +173,7 @@ def test_parts_of_fp8_records_are_unpacked() -> None:
     for i in range(2):
         records[slots_of(queries, i)] = pack(normal(queries.context_lens[i], 576, dtype=BF16), LATENT, FP8_GROUPS)
     out = torch.empty(40 + 6, 576, dtype=BF16)
-    backend.gather_latent(records, queries, backend.plan_part(queries, [50, 1], [40, 6]), out, LATENT)
+    backend.gather_latent(records, queries, backend.plan_chunk(queries, [50, 1], [40, 6]), out, LATENT)
     rows = torch.cat((slots_of(queries, 0)[50:], slots_of(queries, 1)[1:]))
     close(out, flash_mla_emulator.unpack(records[rows]))
 
@@ -200,4 +200,4 @@ def test_plans_of_flashinfer_are_small_where_they_fit() -> None:
 
 @pytest.mark.parametrize("name", MLA)
 def test_every_row_that_a_gpu_may_have_expands_in_parts(name: str) -> None:
-    assert isinstance(MLA[name](), ExpandsParts)
+    assert isinstance(MLA[name](), ExpandsChunks)

@@ -91,7 +91,7 @@ class TorchAllocates(TorchMLA):
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, *rest: Any) -> Tensor:
         return q.new_zeros(*q.shape[:2], kv.shape[2] - q.shape[2] + k_rope.shape[1])
 
-    def expanded_part(self, q: Tensor, kv: Tensor, k_rope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def expanded_chunk(self, q: Tensor, kv: Tensor, k_rope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return self.expanded(q, kv, k_rope), q.new_zeros(q.shape[:2], dtype=torch.float32)
 
 
@@ -106,14 +106,14 @@ def test_a_long_prompt_holds_no_more_than_the_ledger_counts(checkpoint, monkeypa
     attention, config = loaded.model.layers[0].attention, loaded.config
     loaded.step([Chunk(0, [1] * before, False), Chunk(1, [3], False)])  # whatever is made once is there from now on
     batch = loaded.batch([Chunk(0, [2] * count, False)])
-    pieces, cache = attention.pieces(batch), batch.kv[0]
-    assert any(piece.parts for piece in pieces) == (before + count > LIMIT)
+    chunks, cache = attention.chunks(batch), batch.kv[0]
+    assert any(chunk.context_chunks for chunk in chunks) == (before + count > LIMIT)
     q = torch.randn(count, config.attention.num_heads, config.attention.qk_head_dim).bfloat16()
     out = torch.empty(count, config.attention.num_heads, config.attention.v_head_dim, dtype=q.dtype)
 
     def attend() -> None:
-        for piece in pieces:
-            attention._expanded(q[piece.tokens], cache, piece, out[piece.tokens])
+        for chunk in chunks:
+            attention._expanded(q[chunk.tokens], cache, chunk, out[chunk.tokens])
 
     attend()  # lists of slots and lengths stay for all layers
     with Held() as held:

@@ -47,19 +47,19 @@ def queries(lengths: list[tuple[int, int]], first_row: int = 0) -> PagedQueries:
 
 
 def check(
-    pieces: list[AttentionChunk], decode: list[tuple[int, int]], prefill: list[tuple[int, int]], limits: tuple[int, int]
+    chunks: list[AttentionChunk], decode: list[tuple[int, int]], prefill: list[tuple[int, int]], limits: tuple[int, int]
 ) -> None:
     seen: list[tuple[int, int]] = []  # (row, position) of each query token, in token order
     stop = 0
-    for piece in pieces:
-        part = piece.queries
-        assert piece.tokens == slice(stop, stop + part.num_tokens)
-        stop = piece.tokens.stop
+    for chunk in chunks:
+        part = chunk.queries
+        assert chunk.tokens == slice(stop, stop + part.num_tokens)
+        stop = chunk.tokens.stop
         assert part.query_starts.tolist() == torch.tensor([0, *part.query_lens]).cumsum(0).tolist()
         assert part.context_lens_device.tolist() == part.context_lens
-        if piece.parts:
-            check_parts(piece, max(1, limits[0] // 2))
-        elif not piece.absorbed:
+        if chunk.context_chunks:
+            check_parts(chunk, max(1, limits[0] // 2))
+        elif not chunk.absorbed:
             assert part.num_context_tokens <= limits[0]
         elif part.rows[0] >= len(decode):
             assert part.num_tokens <= limits[1]
@@ -69,12 +69,12 @@ def check(
     assert seen == want
 
 
-def check_parts(piece: AttentionChunk, half: int) -> None:
+def check_parts(chunk: AttentionChunk, half: int) -> None:
     """The whole context in order, each part within half of the limit, and so the query tokens."""
-    (count,), (context,), stop = piece.queries.query_lens, piece.queries.context_lens, 0
-    assert not piece.absorbed and piece.plan is None and count <= half
-    for part in piece.parts:
-        assert part.plan.queries is piece.queries and part.plan.first_keys == [stop]
+    (count,), (context,), stop = chunk.queries.query_lens, chunk.queries.context_lens, 0
+    assert not chunk.absorbed and chunk.plan is None and count <= half
+    for part in chunk.context_chunks:
+        assert part.plan.queries is chunk.queries and part.plan.first_keys == [stop]
         assert part.plan.key_lens == [part.num_tokens] and 1 <= part.num_tokens <= half
         stop += part.num_tokens
         assert part.plan.causal == (stop == context)
@@ -84,29 +84,29 @@ def check_parts(piece: AttentionChunk, half: int) -> None:
 def test_nothing_to_cut() -> None:
     backend = CountingMLA()
     batch = AttentionBatch(queries([(1, 9)]), queries([(4, 4), (5, 11)], 1))
-    pieces = cut(batch, backend, "plan", 15, 2)
-    assert [(p.absorbed, p.plan) for p in pieces] == [(True, "plan"), (False, "plan")]
-    assert pieces[0].queries is batch.decode and pieces[1].queries is batch.prefill
+    chunks = cut(batch, backend, "plan", 15, 2)
+    assert [(p.absorbed, p.plan) for p in chunks] == [(True, "plan"), (False, "plan")]
+    assert chunks[0].queries is batch.decode and chunks[1].queries is batch.prefill
     assert cut(AttentionBatch(None, None), backend, None, 1, 1) == [] and backend.planned == []
 
 
 def test_long_requests_are_absorbed_in_parts() -> None:
     backend = CountingMLA()
     prefill = [(4, 4), (5, 21), (3, 3), (6, 6), (4, 9)]
-    pieces = cut(AttentionBatch(None, queries(prefill)), backend, None, 10, 2)
-    check(pieces, [], prefill, (10, 2))
-    assert [p.absorbed for p in pieces] == [False, True, True, True, False, False]
-    assert [p.plan for p in pieces] == [1, 2, 3, 4, 5, 6]
-    assert all((b.decode is not None) == p.absorbed for b, p in zip(backend.planned, pieces))
+    chunks = cut(AttentionBatch(None, queries(prefill)), backend, None, 10, 2)
+    check(chunks, [], prefill, (10, 2))
+    assert [p.absorbed for p in chunks] == [False, True, True, True, False, False]
+    assert [p.plan for p in chunks] == [1, 2, 3, 4, 5, 6]
+    assert all((b.decode is not None) == p.absorbed for b, p in zip(backend.planned, chunks))
 
 
 def test_a_context_one_token_longer_than_the_limit_is_expanded_in_parts() -> None:
     prefill = [(4, 4), (5, 21), (13, 14), (3, 3)]
     for limit, whole in ((21, True), (20, False)):
-        pieces = cut(AttentionBatch(None, queries(prefill)), TorchMLA(), None, limit, 2)
-        check(pieces, [], prefill, (limit, 2))
-        assert not any(piece.absorbed for piece in pieces)
-        assert [[part.num_tokens for part in piece.parts] for piece in pieces if piece.parts] == (
+        chunks = cut(AttentionBatch(None, queries(prefill)), TorchMLA(), None, limit, 2)
+        check(chunks, [], prefill, (limit, 2))
+        assert not any(chunk.absorbed for chunk in chunks)
+        assert [[part.num_tokens for part in chunk.context_chunks] for chunk in chunks if chunk.context_chunks] == (
             [] if whole else [[6, 6, 9]]
         )
 
@@ -137,10 +137,10 @@ def test_runs_that_share_tokens_are_pieces_of_their_own() -> None:
     table[1:4, :17] = table[1, :17]
     shared = replace(group, slot_table=table, shared=[SharedRun(1, 4, 17)])
     for limit, backend in [(1000, SharingMLA()), (17 + 3 + 5 + 4, SharingMLA())]:
-        pieces = cut(AttentionBatch(None, shared), backend, "step", limit, 8)
-        assert [piece.tokens for piece in pieces] == [slice(0, 4), slice(4, 14), slice(14, 20)]
-        assert [piece.shared is None for piece in pieces] == [True, False, True]
-        run, context = pieces[1].queries, pieces[1].shared
+        chunks = cut(AttentionBatch(None, shared), backend, "step", limit, 8)
+        assert [chunk.tokens for chunk in chunks] == [slice(0, 4), slice(4, 14), slice(14, 20)]
+        assert [chunk.shared is None for chunk in chunks] == [True, False, True]
+        run, context = chunks[1].queries, chunks[1].shared
         assert context is not None and context.queries.num_context_tokens == 17 + 3 + 5 + 4
         assert (run.query_lens, run.context_lens) == ([3, 2, 5], [20, 22, 21])
         gathered = context.queries.slot_table[context.queries.rows[0]]
@@ -149,5 +149,5 @@ def test_runs_that_share_tokens_are_pieces_of_their_own() -> None:
             found = gathered[run.slot_table[run.rows[i], :length].long()]
             assert found.tolist() == table[row, :length].tolist()
     too_many = cut(AttentionBatch(None, shared), SharingMLA(), "step", 28, 8)
-    assert all(piece.shared is None for piece in too_many)
-    assert all(piece.shared is None for piece in cut(AttentionBatch(None, shared), CountingMLA(), "step", 1000, 8))
+    assert all(chunk.shared is None for chunk in too_many)
+    assert all(chunk.shared is None for chunk in cut(AttentionBatch(None, shared), CountingMLA(), "step", 1000, 8))
