@@ -1,4 +1,4 @@
-"""Writes docs/sglang_flags.md from moe_engine/config: ``python docs/flag_table.py --write``; prints it without --write."""
+"""Prints docs/sglang_flags.md, made from moe_engine/config; with ``--write`` writes it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ PAGE = Path(__file__).with_name("sglang_flags.md")
 HEAD = """\
 # Flag compatibility with SGLang
 
-Written by `python docs/flag_table.py --write` from `moe_engine/config/`; do not edit. `moe-engine serve --help` explains each
-accepted flag. Keywords of `Engine` and keys of a `--config` file are the flags' names with underscores.
+Written by `python docs/flag_table.py --write` from `moe_engine/config/`; do not edit. `moe-engine serve --help`
+explains each accepted flag. Keywords of `Engine` and keys of a `--config` file are the flags' names with underscores.
 
-Every flag is in one of four groups. No flag is ignored without a note, and an unknown flag is refused with the nearest accepted one.
+Every flag is in one of four groups. No flag is ignored silently. An unknown flag is refused, with the nearest accepted
+one.
 """
 
 ACCEPTED = """\
@@ -33,8 +34,9 @@ Switches that turn off something this engine does not have. The log contains a n
 """
 
 LATER_TEXT = """\
-Accepted with the values of the second column, which are SGLang's defaults or describe this engine. Any other value is refused with
-exit code 2: "not available yet in moe-engine (comes with ...)". A switch without an entry is accepted only as `false`.
+Accepted with the values of the second column, which are SGLang's defaults or describe this engine. Any other value is
+refused with exit code 2: "not available yet in moe-engine (comes with ...)". Accepted values that name an absent
+feature are noted in the log.
 """
 
 DROPPED_TEXT = """\

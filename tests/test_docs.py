@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,20 +135,12 @@ CLASS = re.compile(r"[A-Z]\w*[a-z]\w*(?:\(\))?")
 SNAKE = re.compile(r"_?[a-z]\w*_\w*(?:\(\))?")
 PYTHON_FOLDERS = ("moe_engine", "kernels", "models", "parallel", "benchmarks", "tests")
 OUTSIDE = {
-    "weights_only", "server.py", "serve.yaml", "model.safetensors", "config.json", "generation_config.json",
-    "tokenizer.json", "dump.pt", "heat_map.png", "imbalance.png", "extra_body", "proxy_buffering", "proxy_read_timeout",
-    "client_max_body_size", "client_header_timeout", "client_body_timeout", "sampling_params", "num_runs",
-    "transformers.generate", "torch.compile", "torch.load", "torch.distributed", "CustomAllreduce", "GPUModelRunner",
-    "ModelRunner", "TpModelWorker", "ScheduleBatch", "ReqToTokenPool", "TokenToKVPoolAllocator", "MHATokenToKVPool",
-    "TokenizerManager", "DetokenizerManager", "RadixCache", "HiRadixCache", "InputBatch", "SchedulerOutput",
-    "ModelRunnerOutput", "KVCacheManager", "BlockPool", "MultiprocExecutor", "EngineCore", "AsyncLLM", "EngineArgs",
-    "ServerArgs", "CudaGraphRunner", "EAGLEWorker", "EagleProposer", "LogitsProcessor", "SamplingBatchInfo",
-    "EPLBManager", "ExpertLocationMetadata", "EplbState", "DataParallelController", "CoordinatorProc", "DPCoordinator",
-    "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
-    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "TokenizerGroup", "Authorization", "Origin",
-    "Buffer", "ElasticBuffer", "EPBuffer", "Allow", "Upgrade", "KillWait", "SlurmdTimeout", "TCPStore", "True", "False",
+    "rid_0", "rid_1", "extra_body", "proxy_buffering", "proxy_read_timeout", "client_max_body_size",
+    "client_header_timeout", "client_body_timeout", "Authorization", "Origin", "Allow", "Upgrade", "KillWait",
+    "SlurmdTimeout", "dump.pt", "heat_map.png", "imbalance.png", "serve.yaml",
+    "benchmarks/results/<date>_<gpu>_gpu_suite.json",
 }  # fmt: skip
-"""Names of other programs, of HTTP, of checkpoints and of files that users make."""
+"""Names of other programs, of HTTP and of files that users make."""
 
 
 def spans(document: Path) -> Iterator[tuple[int, str]]:
@@ -217,6 +210,8 @@ def members() -> dict[str, set[str]]:
     for name, tree in trees().items():
         module = Path(name).parent.name if name.endswith("__init__.py") else Path(name).stem
         found.setdefault(module, set()).update(_own_names(tree.body))
+        if module == "moe_engine":  # names that load when used
+            found[module].update(re.findall(r"\w+", str(re.findall(r"__all__ = (.*)", (ROOT / name).read_text()))))
         found.setdefault(Path(name).parent.name, set()).add(Path(name).stem)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
@@ -232,7 +227,8 @@ def members() -> dict[str, set[str]]:
 @lru_cache
 def words() -> frozenset[str]:
     """Every word of the source, in code and in strings."""
-    sources = [name for name in files() if name.endswith((".py", ".cpp", ".h", ".sh", ".sbatch", "Makefile"))]
+    suffixes = (".py", ".cpp", ".h", ".sh", ".sbatch", "Makefile")
+    sources = [name for name in files() if name.endswith(suffixes) and name != "tests/test_docs.py"]
     return frozenset(word for name in sources for word in re.findall(r"\w+", (ROOT / name).read_text()))
 
 
@@ -246,7 +242,7 @@ def dotted_name_exists(name: str) -> bool:
     """Each part must be a member of the part before it; the first may be any module, package or class."""
     parts = name.removesuffix("()").split(".")
     return parts[0] in members() and all(
-        part in members().get(owner, set()) for owner, part in zip(parts, parts[1:]) if owner in members()
+        part in members().get(owner, set()) for owner, part in pairwise(parts) if owner in members()
     )
 
 
@@ -256,8 +252,8 @@ def why_unknown(span: str, document: Path) -> str | None:
         return None
     if ENDPOINT.fullmatch(span):
         known = any(route == span or route.startswith(f"{span}/") for route in endpoints())
-        return None if known or (ROOT / span[1:]).exists() or Path(span).is_absolute() and span.startswith("/models") else "no such endpoint"
-    if PATH.fullmatch(span) and (span.endswith(SUFFIXES) or "/" in span and not span[0].isdigit()):
+        return None if known else "no such endpoint"
+    if PATH.fullmatch(span) and (span.endswith(SUFFIXES) or ("/" in span and not span[0].isdigit())):
         return None if path_exists(span, document) else "no such file or folder"
     if DOTTED.fullmatch(span):
         return None if dotted_name_exists(span) or path_exists(span, document) else "no such name"
@@ -294,11 +290,11 @@ def test_modules_and_commands_in_documents_exist():
     unknown = []
     for document in DOCUMENTS:
         text = document.read_text()
-        for module in re.findall(r"python -m (moe_engine[\w.]*|benchmarks[\w.]*|tests[\w.]*|tools[\w.]*)", text):
+        for module in re.findall(r"python -m ((?:moe_engine|benchmarks|tests)[\w.]*)", text):
             path = ROOT / module.replace(".", "/")
             if not (path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()):
-                unknown.append(f"{document.name}: python -m {module}")
-        for command in re.findall(r"(?:^|[`\s])moe-engine ([a-z][a-z-]*)(?=[\s`]|$)", text, re.M):
+                unknown += [f"{document.name}: python -m {module}"] * (module != "benchmarks.NAME")
+        for command in re.findall(r"(?:^|`)(?:\.venv/bin/)?moe-engine ([a-z][a-z-]*)(?=[\s`]|$)", text, re.M):
             if command not in COMMANDS:
                 unknown.append(f"{document.name}: moe-engine {command}")
     assert not unknown
@@ -321,3 +317,101 @@ def test_links_between_documents_lead_somewhere():
                 if anchor not in anchors:
                     broken.append(f"{document.name}: {target}")
     assert not broken
+
+
+# -- pages made from the source, or checked against it
+
+
+def test_the_page_of_sglangs_flags_is_current():
+    made = subprocess.run([sys.executable, "docs/flag_table.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (ROOT / "docs/sglang_flags.md").read_text() == made.stdout, "run python docs/flag_table.py --write"
+
+
+def test_every_metric_is_documented_with_its_type():
+    from types import SimpleNamespace
+
+    from moe_engine.server.experts_metrics import ExpertMetrics
+    from moe_engine.server.metrics import Metrics, SpeculationGauges
+    from moe_engine.server.metrics_http import StatusCount
+
+    metrics = Metrics("model", SimpleNamespace(model_type="deepseek_v3", dtype="bfloat16"), "0")
+    StatusCount(lambda *scope: None, metrics)
+    SpeculationGauges(metrics.registry, metrics._labels)
+    ExpertMetrics(metrics.registry, metrics._labels)
+    families = list(metrics.registry.collect())
+    registered = {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families}
+    registered = {name: kind for name, kind in registered.items() if name.startswith(("sglang:", "moe_engine"))}
+    page = (ROOT / "docs/metrics.md").read_text()
+    documented = dict(re.findall(r"^\| `((?:sglang:|moe_engine)\w+)` \| (\w+) \|", page, re.M))
+    registered = {f"{name}_info" if kind == "info" else name: kind for name, kind in registered.items()}
+    assert documented == registered and len(documented) > 40
+    listed = re.search(r"has the labels (.+?);", page, re.S)
+    assert listed is not None and re.findall(r"`(\w+)`", listed[1]) == list(metrics._labels)
+
+
+# -- messages and words
+
+
+def _text(node: ast.expr) -> str:
+    """A literal as it reads, with ``...`` for what is put in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) for part in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[.\d]*[a-z]", "...", node.value)
+    return "..."
+
+
+@lru_cache
+def messages() -> str:
+    found = []
+    for name, tree in trees().items():
+        if not name.startswith(("tests", "benchmarks")):
+            found += [_text(node) for node in ast.walk(tree) if isinstance(node, (ast.JoinedStr, ast.Constant))]
+    return "\n".join(found)
+
+
+def test_messages_in_troubleshooting_are_those_of_the_source():
+    """Each part of a quoted message between its ``...``, as the source has it."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = [span for row in re.findall(r"^\| ([^|]+)\|", page, re.M) for span in SPAN.findall(row) if " " in span]
+    assert len(quoted) > 30
+    parts = [
+        part.strip(" ;,().?") for message in quoted for part in message.split("...") if len(part.strip(" ;,():")) > 5
+    ]
+    others = ("cuda graph: False", "no C++ compiler")  # part of a log line; a command's report
+    assert not [part for part in parts if part not in messages() and not part.startswith(others)]
+
+
+SEARCHED = {
+    "block table": "moe_engine/worker/batch/request_rows.py",
+    "radix cache": "moe_engine/scheduler/radix_cache.py",
+    "KV cache manager": "moe_engine/scheduler/kv_cache_manager.py",
+    "executor": "moe_engine/core/executor.py",
+    "worker": "moe_engine/worker/worker.py",
+    "model runner": "moe_engine/worker/model_runner.py",
+    "sampler": "moe_engine/worker/sampling/sampler.py",
+    "EPLB manager": "moe_engine/worker/eplb/eplb_manager.py",
+    "dispatcher": "parallel/dispatch/protocol.py",
+    "speculative worker": "moe_engine/worker/speculation/step.py",
+}
+"""Names of the field that a newcomer searches for, and the file that owns each."""
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_a_plain_search_for_a_name_of_the_field_leads_to_its_file(name):
+    """The docstring of the file contains the name, in any case of letters."""
+    head = " ".join((ast.get_docstring(trees()[SEARCHED[name]]) or "").split())
+    found = name.lower() in head.lower()
+    assert found, f"the docstring of {SEARCHED[name]} does not contain {name!r}: {head[:120]}"
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_the_glossary_has_the_names_of_the_field(name):
+    lines = (ROOT / "docs/glossary.md").read_text().splitlines()
+    assert any(name in line.split("|")[1] and f"`{SEARCHED[name]}`" in line for line in lines if line.startswith("| "))
+
+
+def test_every_file_of_the_glossary_has_one_word_or_more():
+    rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) > 50
+    assert not [row for row in rows if not re.search(r"`[\w/]+\.py`", row) and not row.startswith(("| word |",))]
