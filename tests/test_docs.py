@@ -376,7 +376,7 @@ def test_messages_in_troubleshooting_are_those_of_the_source():
     quoted = [span for row in re.findall(r"^\| ([^|]+)\|", page, re.M) for span in SPAN.findall(row) if " " in span]
     assert len(quoted) > 30
     parts = [
-        part.strip(" ;,().?") for message in quoted for part in message.split("...") if len(part.strip(" ;,():")) > 5
+        part.strip(" ;,().?:") for message in quoted for part in message.split("...") if len(part.strip(" ;,():")) > 5
     ]
     others = ("cuda graph: False", "no C++ compiler")  # part of a log line; a command's report
     assert not [part for part in parts if part not in messages() and not part.startswith(others)]
