@@ -258,7 +258,7 @@ def why_unknown(span: str, document: Path) -> str | None:
     if DOTTED.fullmatch(span):
         return None if dotted_name_exists(span) or path_exists(span, document) else "no such name"
     if CLASS.fullmatch(span):
-        return None if span.removesuffix("()") in members() or span.removesuffix("()") in words() else "no such class"
+        return None if span.removesuffix("()") in members() else "no such class"
     if SNAKE.fullmatch(span):
         return None if span.removesuffix("()") in words() else "no such word in the source"
     return None
