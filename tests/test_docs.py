@@ -212,6 +212,7 @@ def members() -> dict[str, set[str]]:
         found.setdefault(module, set()).update(_own_names(tree.body))
         if module == "moe_engine":  # names that load when used
             found[module].update(re.findall(r"\w+", str(re.findall(r"__all__ = (.*)", (ROOT / name).read_text()))))
+            found[module].update(("kernels", "models", "parallel"))
         found.setdefault(Path(name).parent.name, set()).add(Path(name).stem)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
@@ -258,7 +259,8 @@ def why_unknown(span: str, document: Path) -> str | None:
     if DOTTED.fullmatch(span):
         return None if dotted_name_exists(span) or path_exists(span, document) else "no such name"
     if CLASS.fullmatch(span):
-        return None if span.removesuffix("()") in members() else "no such class"
+        known = span.removesuffix("()") in members() or (span.endswith("ForCausalLM") and span in words())
+        return None if known else "no such class"
     if SNAKE.fullmatch(span):
         return None if span.removesuffix("()") in words() else "no such word in the source"
     return None
