@@ -83,11 +83,11 @@ SENTENCES = {
     "speculative_num_draft_tokens": f"At most {resolve_speculation.MAX_DRAFT_TOKENS}.",
     "cuda_graph_max_bs_decode": f"Left out: {resolve_graphs.MAX_SIZES[0][1]} to {resolve_graphs.LARGEST} by memory",
 }
-"""What the help of a flag says of a number that the code has."""
+"""Sentences with numbers in the help of a flag, built from the code's numbers."""
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_numbers_in_the_help_are_those_of_the_code(name):
+def test_numbers_in_the_help_equal_the_code(name):
     (info,) = (info for part in PARTS.values() for info in fields_of(part) if info.name == name)
     assert SENTENCES[name] in " ".join(info.flag.help.split())
 
@@ -99,7 +99,7 @@ def test_default_trees_in_the_help():
     assert f"{tree} (NGRAM: {steps}, 1, {steps + 1})" in info.flag.help
 
 
-def test_most_drafts_in_documents():
+def test_maximum_draft_depth_in_documents():
     found = [
         (document.name, int(most))
         for document in DOCUMENTS
@@ -109,12 +109,12 @@ def test_most_drafts_in_documents():
 
 
 def test_dependencies_are_imported():
-    """Every package of the project's list is imported by it."""
+    """Every listed dependency is imported somewhere."""
     import tomllib
 
     names = {"pyyaml": "yaml", "pyzmq": "zmq", "httptools": "uvicorn.protocols.http.httptools_impl"}
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names_of_folders = ("moe_engine", "kernels", "models", "parallel", "benchmarks")  # links are not followed
+    names_of_folders = ("moe_engine", "kernels", "models", "parallel", "benchmarks")  # rglob follows no links
     folders = [ROOT / name for name in names_of_folders]
     text = "\n".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
     for entry in listed:
@@ -372,7 +372,7 @@ def messages() -> str:
     return "\n".join(found)
 
 
-def test_messages_in_troubleshooting_are_those_of_the_source():
+def test_messages_in_troubleshooting_exist_in_the_source():
     """Each part of a quoted message between its ``...``, as the source has it."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
     quoted = [span for row in re.findall(r"^\| ([^|]+)\|", page, re.M) for span in SPAN.findall(row) if " " in span]
@@ -413,7 +413,7 @@ def test_the_glossary_has_the_names_of_the_field(name):
     assert any(name in line.split("|")[1] and f"`{SEARCHED[name]}`" in line for line in lines if line.startswith("| "))
 
 
-def test_every_file_of_the_glossary_has_one_word_or_more():
+def test_every_row_of_the_glossary_names_a_file():
     rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
     assert len(rows) > 50
     assert not [row for row in rows if not re.search(r"`[\w/]+\.py`", row) and not row.startswith(("| word |",))]
