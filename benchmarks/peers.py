@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -110,6 +111,11 @@ class TransformersSide:
 
         def seconds_of(mode: Mode) -> float:
             if str(mode) not in seconds:
+                gathered = self._gathered_bytes(prompts, mode)
+                if gathered > psutil.virtual_memory().available // 2:
+                    seconds[str(mode)] = float("inf")
+                    print(f"  transformers with {mode} would gather {gathered / 1e9:.0f} GB of weights: left out")
+                    return seconds[str(mode)]
                 try:
                     seconds[str(mode)] = min(self._generate(prompts, probe.output_len, mode).seconds for _ in range(2))
                 except Exception as error:  # modes that this version does not support are skipped
@@ -123,6 +129,14 @@ class TransformersSide:
             best = min((replace(best, **{field: choice}) for choice in choices), key=seconds_of)
         self.modes[workload.name], self.probes[workload.name] = best, seconds
         return best
+
+    def _gathered_bytes(self, prompts: list[list[int]], mode: Mode) -> int:
+        """Expert weights that a prefill copies: ``batched_mm`` gathers those of each token and expert."""
+        if mode.experts != "batched_mm":
+            return 0
+        config, tokens = self._model.config, sum(map(len, prompts))
+        weights = 3 * config.hidden_size * config.moe_intermediate_size
+        return tokens * config.num_experts_per_tok * weights * self._model.dtype.itemsize
 
     def run(self, prompts: list[list[int]], output_len: int, workload: str) -> Run:
         return self._generate(prompts, output_len, self.modes.get(workload, Mode()))
