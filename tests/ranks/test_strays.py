@@ -319,13 +319,15 @@ def meshes(folder: Path) -> list[StepExchange]:
     return made
 
 
-@pytest.mark.parametrize("told", WRONG_STEPS, ids=lambda told: f"{told.number}-{told.group}-{told.generation}")
-def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMessage) -> None:
+@pytest.mark.parametrize(
+    "message", WRONG_STEPS, ids=lambda message: f"{message.number}-{message.group}-{message.generation}"
+)
+def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, message: StepFactsMessage) -> None:
     """Not kept either: a number that no step will have would stay in memory."""
     first, second = meshes(tmp_path)
     sender = stranger(zmq.PUSH, first.address)
-    sender.send(encode(told))
-    sender.send_multipart([encode(told), encode(told)])
+    sender.send(encode(message))
+    sender.send_multipart([encode(message), encode(message)])
     sender.send(b"\xc1")
     until(lambda: not first.begun(1) and first.num_dropped == 3, "it was not counted")
     second.send(1, StepFacts(num_tokens=2))
