@@ -96,7 +96,7 @@ TO_CORE = st.one_of(
                 {"max_new_tokens": -5},
                 {"prompt_ids": []},
                 {"prompt_ids": [5] * 300},
-                {"said": [1, 2], "resumed": 9},
+                {"generated_ids": [1, 2], "num_migrations": 9},
             )
         ),
     ),

@@ -66,13 +66,13 @@ def test_message_of_a_later_step_is_kept(meshes: Callable[[int], list[StepExchan
     second.send(2, StepFacts(num_tokens=22))
     third.send(1, StepFacts(num_tokens=31))
     first.send(1, StepFacts(num_tokens=11))
-    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [11, 21, 31]
+    assert [facts.num_tokens for facts in first.gather(1, lambda: None)] == [11, 21, 31]
     assert first.begun(2) and not first.begun(3)
     first.send(2, StepFacts(num_tokens=12))
     with pytest.raises(EngineDeadError):
-        first.dp_facts(2, lost)  # the third has not come
+        first.gather(2, lost)  # the third has not come
     third.send(2, StepFacts(num_tokens=32))
-    assert [facts.num_tokens for facts in first.dp_facts(2, lambda: None)] == [12, 22, 32]
+    assert [facts.num_tokens for facts in first.gather(2, lambda: None)] == [12, 22, 32]
 
 
 def test_idle_scheduler_is_woken_by_a_step(meshes: Callable[[int], list[StepExchange]]) -> None:
@@ -97,7 +97,7 @@ def test_facts_travel_whole(meshes: Callable[[int], list[StepExchange]]) -> None
         facts = dataclasses.replace(facts, **{field.name: True if isinstance(field.default, bool) else 2 + i})
     second.send(1, facts)
     first.send(1, StepFacts())
-    assert first.dp_facts(1, lambda: None) == (StepFacts(), facts)
+    assert first.gather(1, lambda: None) == (StepFacts(), facts)
 
 
 def test_groups_exit_when_all_are_idle(meshes: Callable[[int], list[StepExchange]]) -> None:

@@ -94,7 +94,7 @@ def test_steps_and_plans_need_the_secret(sockets: list[zmq.Socket[bytes]]) -> No
         stranger(zmq.PUSH, first.address, keys, sockets).send(b"x")
     second.send(1, StepFacts(num_tokens=2))
     first.send(1, StepFacts(num_tokens=1))
-    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
+    assert [facts.num_tokens for facts in first.gather(1, lambda: None)] == [1, 2]
     first.begun(2)
     assert first.num_dropped == 0
     sender = PlanSender(ANY, KEYS)

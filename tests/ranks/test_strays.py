@@ -332,8 +332,8 @@ def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, message: StepFact
     until(lambda: not first.begun(1) and first.num_dropped == 3, "it was not counted")
     second.send(1, StepFacts(num_tokens=2))
     first.send(1, StepFacts(num_tokens=1))
-    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
-    assert first._told == {}
+    assert [facts.num_tokens for facts in first.gather(1, lambda: None)] == [1, 2]
+    assert first._facts == {}
     for closing in (first, second):
         closing.close()
     sender.close(0)
@@ -347,7 +347,7 @@ def test_duplicate_step_facts_count_once(tmp_path: Path) -> None:
     sender.send(encode(StepFactsMessage(1, 1, StepFacts(num_tokens=9))))
     until(lambda: first.begun(1) and first.num_dropped == 1, "it was not counted")
     first.send(1, StepFacts(num_tokens=1))
-    assert [facts.num_tokens for facts in first.dp_facts(1, lambda: None)] == [1, 2]
+    assert [facts.num_tokens for facts in first.gather(1, lambda: None)] == [1, 2]
     for closing in (first, second):
         closing.close()
     sender.close(0)
@@ -381,7 +381,7 @@ def test_step_sync_survives_random_frames(tmp_path: Path) -> None:
     until(lambda: not pair[0].begun(steps + 1) and pair[0].num_dropped >= NUM_FRAMES * 0.9, f"seed {seed}")
     assert agreed[0] == agreed[1] and len(agreed[0]) == steps, seed
     assert [[facts.num_tokens for facts in step] for step in agreed[0]] == [[10 * i, 10 * i + 1] for i in range(steps)]
-    assert pair[0]._told == {}, seed
+    assert pair[0]._facts == {}, seed
     for mesh in pair:
         mesh.close()
     sender.close(0)
