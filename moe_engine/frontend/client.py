@@ -129,8 +129,8 @@ class CoreClient:
             if inbox is not None and not inbox.left:
                 inbox.abort_reason = reason
                 by_endpoint.setdefault(inbox.endpoint, []).append(rid)
-        for number, mine in by_endpoint.items():
-            self._endpoints[number].send(messages.AbortRequest(mine, reason))
+        for number, rids_there in by_endpoint.items():
+            self._endpoints[number].send(messages.AbortRequest(rids_there, reason))
 
     async def call(self, method: str, **args: Any) -> list[Any]:
         endpoints = self._alive()

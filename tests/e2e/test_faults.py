@@ -99,20 +99,20 @@ def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: 
         core = server.core
         core.suspend()
         threads, answers = in_background(server, 1) if asked else ([], [])
-        said: list[str] = []
+        errors: list[str] = []
 
         def is_sick() -> bool:
             try:
                 response = client.get("/health")
             except httpx.TransportError:  # it reports the error for a second or two, then exits
                 return server.process.poll() is not None
-            said.extend([response.text] if response.status_code == 503 else [])
-            return bool(said)
+            errors.extend([response.text] if response.status_code == 503 else [])
+            return bool(errors)
 
         with server.client() as client:
             wait_for(is_sick)
         assert server.process.wait(60) == 1
-        assert "no heartbeat" in server.log and all("no heartbeat" in text for text in said)
+        assert "no heartbeat" in server.log and all("no heartbeat" in text for text in errors)
         for thread in threads:
             thread.join(60)
         assert all(a.status_code == 503 and "no heartbeat" in a.text for a in answers)  # type: ignore[attr-defined]

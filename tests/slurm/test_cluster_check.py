@@ -33,15 +33,15 @@ def plan(nodes: int, join_seconds: float = 20.0, engine_seconds: float = 0.0) ->
     return Plan(nodes, f"127.0.0.1:{free_port()}", hosts, join_seconds, engine_seconds)
 
 
-def follower(of: Plan, rank: int, heard: list[str], join_seconds: float = 20.0) -> Follower:
-    return Follower(rank, of.host, of.port, join_seconds, heard.append)
+def follower(of: Plan, rank: int, output: list[str], join_seconds: float = 20.0) -> Follower:
+    return Follower(rank, of.host, of.port, join_seconds, output.append)
 
 
 async def check(of: Plan, ranks: list[int]) -> tuple[Report, list[int]]:
     """The leader's report and the followers' exit codes."""
-    heard: list[str] = []
+    output: list[str] = []
     report, *codes = await asyncio.gather(
-        Leader(of, heard.append).run(), *(follower(of, rank, heard).run() for rank in ranks)
+        Leader(of, output.append).run(), *(follower(of, rank, output).run() for rank in ranks)
     )
     return report, codes
 
@@ -61,10 +61,10 @@ def test_missing_node_is_named_and_others_are_checked():
 
 
 def test_a_follower_names_a_leader_it_cannot_reach():
-    heard: list[str] = []
+    output: list[str] = []
     of = plan(2)
-    assert asyncio.run(follower(of, 1, heard, join_seconds=0.2).run()) == 1
-    assert "cannot reach node 0 at 127.0.0.1" in heard[-1] and "connection refused" in heard[-1]
+    assert asyncio.run(follower(of, 1, output, join_seconds=0.2).run()) == 1
+    assert "cannot reach node 0 at 127.0.0.1" in output[-1] and "connection refused" in output[-1]
 
 
 def test_two_nodes_with_the_same_number():
@@ -163,7 +163,7 @@ def test_the_trial_engine_fits_any_number_of_nodes(nodes):
 
 
 class Part(EngineProcess):
-    """Stands for a node's part of the engine: `endings` by node: its output and exit code."""
+    """Stands in for a node's part of the engine. `endings`: output and exit code by node."""
 
     endings: dict[int, tuple[str, int]]
 

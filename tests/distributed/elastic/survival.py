@@ -59,7 +59,7 @@ class Stream:
             logprob_start_len=0,
             routed_dp_rank=self.rank,
         ):  # type: ignore[union-attr]
-            assert chunk["output_ids"][: len(self.tokens)] == self.tokens, "what was said is contradicted"
+            assert chunk["output_ids"][: len(self.tokens)] == self.tokens, "earlier tokens changed"
             self.tokens, self.meta = chunk["output_ids"], chunk["meta_info"]
             self.cached.add(self.meta["cached_tokens"])
 

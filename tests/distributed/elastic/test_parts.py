@@ -114,8 +114,8 @@ def test_a_lost_rank_sends_zeros_and_gets_nothing(alive: list[bool]) -> None:
     for rank, summed in on_survivors(alive, lambda group: group.reduce_scatter(x[group.rank])).items():
         torch.testing.assert_close(summed, x[:, rank].sum(0))
     last = places[-1]
-    for told in on_survivors(alive, lambda group: group.broadcast(x[group.rank].clone(), last)).values():
-        assert torch.equal(told, x[last])
+    for received in on_survivors(alive, lambda group: group.broadcast(x[group.rank].clone(), last)).values():
+        assert torch.equal(received, x[last])
 
 
 def test_ids_of_lost_ranks_name_no_expert() -> None:
@@ -165,8 +165,8 @@ class Watched:
         for rank in range(4):
             self.detector.joined(rank, "here", 100 + rank)
             self.detector.loaded(rank, {})
-        self.told: list[Survivors] = []
-        self.detector.on_survivors(self.told.append)
+        self.announced: list[Survivors] = []
+        self.detector.on_survivors(self.announced.append)
         self.detector.arm()
 
     def run(self, seconds: float, silent: tuple[int, ...] = ()) -> None:
@@ -181,14 +181,14 @@ def test_simultaneous_losses_are_announced_together_and_later_failures_ignored()
     ranks.detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
     ranks.detector.failed(2, "all_to_all failed", peer_lost=True)
     ranks.detector.died(3, "DP3 TP3 (pid 103) was killed by SIGKILL")
-    assert not ranks.told
+    assert not ranks.announced
     ranks.run(0.3)
-    (survivors,) = ranks.told
+    (survivors,) = ranks.announced
     assert survivors.alive == (False, True, True, False) and survivors.generation == 1
     assert "DP0 TP0 (pid 100)" in survivors.losses[0] and "DP3 TP3 (pid 103)" in survivors.losses[0]
     ranks.detector.failed(2, "step 7 failed", peer_lost=False, generation=0)  # its step in flight
     ranks.run(8.0, silent=(0, 3))  # the lost are not missed again
-    assert ranks.detector.failure is None and len(ranks.told) == 1
+    assert ranks.detector.failure is None and len(ranks.announced) == 1
     ranks.detector.failed(2, "step 9 failed", peer_lost=False, generation=1)
     assert "step 9 failed" in str(ranks.detector.failure)
 
@@ -196,8 +196,8 @@ def test_simultaneous_losses_are_announced_together_and_later_failures_ignored()
 def test_a_silent_rank_is_lost_until_experts_have_no_room() -> None:
     ranks = Watched(Coverage(8, 3))
     ranks.run(4.0, silent=(2,))
-    assert [survivors.alive for survivors in ranks.told] == [(True, True, False, True)]
-    assert "DP2 TP2 (pid 102) silent for 3." in ranks.told[0].losses[0]
+    assert [survivors.alive for survivors in ranks.announced] == [(True, True, False, True)]
+    assert "DP2 TP2 (pid 102) silent for 3." in ranks.announced[0].losses[0]
     ranks.detector.died(1, "DP1 TP1 (pid 101) exited with code 1")
     failure = str(ranks.detector.failure)
     assert "DP1 TP1 (pid 101) exited with code 1" in failure
@@ -210,13 +210,13 @@ def test_failure_names_all_simultaneous_losses() -> None:
         ranks.detector.died(rank, f"DP{rank} TP{rank} (pid 10{rank}) was killed by SIGKILL")
     failure = str(ranks.detector.failure)
     assert "DP1 TP1 (pid 101) was killed" in failure and "DP2 TP2 (pid 102) was killed" in failure
-    assert "2 of 4 ranks cannot hold 8 experts" in failure and not ranks.told
+    assert "2 of 4 ranks cannot hold 8 experts" in failure and not ranks.announced
 
 
 def test_loss_without_elastic_ep_fails_the_group() -> None:
     ranks = Watched(None)
     ranks.detector.died(1, "DP1 TP1 (pid 101) was killed by SIGKILL")
-    assert "SIGKILL" in str(ranks.detector.failure) and not ranks.told
+    assert "SIGKILL" in str(ranks.detector.failure) and not ranks.announced
 
 
 # -- the supervisor
@@ -230,7 +230,7 @@ class SupervisedRanks:
         monkeypatch.setattr(rank_supervisor, "open_store", lambda options, host: Mock(port=1))
         options = RankGroupOptions(3, lambda: None, num_groups=3, coverage=Coverage(4, 4))
         self.supervisor = rank_supervisor.RankSupervisor(None, options, Mock(status_path=folder / "status"))
-        self.told: list[Survivors] = []
+        self.announced: list[Survivors] = []
         self.busy: dict[int, Future[Any]] = {}
         """What ranks are asked that do not answer."""
         self.links = [self._link(rank, f"ipc://{folder}/ranks") for rank in range(3)]
@@ -251,7 +251,7 @@ class SupervisedRanks:
             limits,
             lambda reason: None,
             run,
-            self.told.append,
+            self.announced.append,
         )
         link.send(rank_messages.Loaded(rank, {}, f"core{rank}", facts={"of": rank}))
         return link
@@ -272,24 +272,24 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 def test_supervisor_has_no_rank_and_reports_every_loss(supervised: SupervisedRanks) -> None:
     assert supervised.supervisor.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
     supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anyone listens
-    until(lambda: len(supervised.told) == 2, "the ranks were not told")
-    told: list[messages.GroupsLost] = []
+    until(lambda: len(supervised.announced) == 2, "the ranks were not notified")
+    reported: list[messages.GroupsLost] = []
 
-    def tell(news: messages.GroupsLost) -> None:
-        told.append(news)
+    def report(loss: messages.GroupsLost) -> None:
+        reported.append(loss)
         supervised.links[1].send(rank_messages.Ended(1))
 
-    supervised.supervisor.run(tell)
-    ((groups, message),) = [(news.groups, news.message) for news in told]
+    supervised.supervisor.run(report)
+    ((groups, message),) = [(loss.groups, loss.message) for loss in reported]
     assert groups == [0] and "DP0 TP0 (pid 100) was killed by SIGKILL" in message
-    assert {survivors.alive for survivors in supervised.told} == {(False, True, True)}
+    assert {survivors.alive for survivors in supervised.announced} == {(False, True, True)}
 
 
 def test_any_rank_can_call_all_others(supervised: SupervisedRanks) -> None:
     supervised.supervisor.start()
     assert supervised.links[0].ask_others(0, "view").result(30) == ["view of 1", "view of 2"]
     supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
-    until(lambda: len(supervised.told) == 2, "the ranks were not told")
+    until(lambda: len(supervised.announced) == 2, "the ranks were not notified")
     assert supervised.links[1].ask_others(1, "view").result(30) == ["view of 2"]
 
 
@@ -305,16 +305,16 @@ def test_replies_of_other_ranks_survive_the_loss_of_one(supervised: SupervisedRa
 
 def test_orderly_exit_is_acknowledged_before_the_rank_leaves(supervised: SupervisedRanks) -> None:
     supervised.supervisor.start()
-    heard = threading.Event()
+    received = threading.Event()
 
     def end() -> None:
         time.sleep(0.3)  # a supervisor that is slow to read
-        heard.set()
+        received.set()
 
     supervised.supervisor._detector.end = end  # type: ignore[method-assign]
     supervised.links[1].send(rank_messages.Ended(1))
     supervised.links[1].close(acknowledged=True)
-    assert heard.is_set()
+    assert received.is_set()
 
 
 # -- steps

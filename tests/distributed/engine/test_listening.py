@@ -123,7 +123,7 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
         body = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
         with server.client() as client:
             assert "Paris" in client.post("/generate", json=body).json()["text"]
-            told = client.get("/server_info").text
+            server_info = client.get("/server_info").text
         found = listeners([server.process.pid, node])
         processes = [psutil.Process(server.process.pid), *server.children(), psutil.Process(node)]
         lines = "\n".join(" ".join(process.cmdline()) for process in processes)
@@ -153,7 +153,7 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
     warned = logs.count("Sockets between nodes have no secret")
     assert warned == (secret is None)
     if secret is not None:
-        assert secret not in told and secret not in lines and secret not in logs
+        assert secret not in server_info and secret not in lines and secret not in logs
 
 
 def test_node_with_another_secret_fails_and_node_0_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

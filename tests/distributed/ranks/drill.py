@@ -74,7 +74,7 @@ class Drill:
         async with asyncio.timeout(timeout):
             return list(await asyncio.gather(*self._tasks))
 
-    async def all_gone(self, timeout: float = PATIENCE) -> bool:
+    async def all_exited(self, timeout: float = PATIENCE) -> bool:
         """Whether every process of the core has ended within `timeout` seconds, none left as anybody's zombie."""
         deadline = time.monotonic() + timeout
         while not all(ended(process) for process in self.ranks):

@@ -75,10 +75,10 @@ async def strike_and_watch(running: Drill, strike: signal.Signals, target: int) 
     ended = time.monotonic() - began
     if strike == signal.SIGSTOP and target == 0:
         struck.kill()
-    gone = await running.all_gone()
+    exited = await running.all_exited()
     fates = await running.fates()
-    report = Report(struck.pid, ended, gone, str(running.core.dead), [fate.text for fate in fates])
-    print(f"\n{strike.name} of rank {target}: the core had gone after {ended:.2f} s, all ranks gone: {gone}")
+    report = Report(struck.pid, ended, exited, str(running.core.dead), [fate.text for fate in fates])
+    print(f"\n{strike.name} of rank {target}: the core had exited after {ended:.2f} s, all ranks exited: {exited}")
     print(f"  core: {report.cause}", *(f"  request: {text}" for text in report.fates), sep="\n")
     return report
 
@@ -87,12 +87,12 @@ async def strike_and_watch(running: Drill, strike: signal.Signals, target: int) 
 class Report:
     pid: int
     seconds: float
-    gone: bool
+    exited: bool
     cause: str
     fates: list[str]
 
     def check(self, expected: str) -> None:
-        assert self.gone
+        assert self.exited
         assert expected in self.cause
         assert self.fates == [self.cause] * 2
 
@@ -101,7 +101,7 @@ def test_follower_killed_in_prefill_is_named(checkpoint: Path, tmp_path: Path, c
     """On the others, too. In decode: tests/distributed/engine/test_faults.py."""
     report = asyncio.run(hold_and(checkpoint, Hold(1, "prefill", tmp_path / "flag"), signal.SIGKILL, 1, size=3))
     report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL (last sign: ")  # may be older than the step
-    assert f"DP0 TP2] This rank exits: DP0 TP1 (pid {report.pid}) was killed" in told(capfd)
+    assert f"DP0 TP2] This rank exits: DP0 TP1 (pid {report.pid}) was killed" in stderr_of(capfd)
 
 
 def test_follower_stopped_in_decode_is_named_though_collectives_still_wait(
@@ -110,12 +110,12 @@ def test_follower_stopped_in_decode_is_named_though_collectives_still_wait(
     """In prefill: tests/distributed/engine/test_faults.py."""
     report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGSTOP, 1))
     report.check(f"DP0 TP1 (pid {report.pid}) silent for")
-    assert f"DP0 TP1 (pid {report.pid}) is late: " in told(capfd)  # its last sign may be older than the step
+    assert f"DP0 TP1 (pid {report.pid}) is late: " in stderr_of(capfd)  # its last sign may be older than the step
 
 
 def test_followers_exit_with_a_killed_leader(checkpoint: Path, tmp_path: Path) -> None:
     report = asyncio.run(hold_and(checkpoint, Hold(1, "decode", tmp_path / "flag", 3), signal.SIGKILL, 0))
-    assert report.gone and "was killed by SIGKILL" in report.cause
+    assert report.exited and "was killed by SIGKILL" in report.cause
 
 
 def test_followers_exit_after_a_stopped_leader(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
@@ -128,10 +128,10 @@ def test_followers_exit_after_a_stopped_leader(checkpoint: Path, tmp_path: Path,
             leader.suspend()
             await until(lambda: follower.status() == psutil.STATUS_ZOMBIE)  # its parent is stopped
             running.core.kill("stopped")
-            return leader.pid, await running.all_gone()
+            return leader.pid, await running.all_exited()
 
-    pid, gone = asyncio.run(run())
-    assert gone and f"DP0 TP1] This rank exits: DP0 TP0 (pid {pid}) silent for" in told(capfd)
+    pid, exited = asyncio.run(run())
+    assert exited and f"DP0 TP1] This rank exits: DP0 TP0 (pid {pid}) silent for" in stderr_of(capfd)
 
 
 def test_error_while_loading_names_its_rank(checkpoint: Path) -> None:
@@ -148,15 +148,15 @@ def loading(checkpoint: Path, flag: Path, capfd: Any) -> tuple[drills.CoreProces
     """A core that waits for rank 1, which blocks while loading and has reported that."""
     hold = Hold(1, "load", flag)
     core = drills.CoreProcess(drills.config_of(checkpoint), ranks=options(2, partial(meeting_worker, hold=hold)))
-    said = ""
+    output = ""
     try:
         asyncio.run(until(lambda: flag.exists() and flag.read_text() != ""))
         pid = int(flag.read_text())
 
         def named() -> bool:
-            nonlocal said
-            said += capfd.readouterr().err
-            return re.search(rf"of 120 s: .*DP0 TP1 \(pid {pid}\) loading", said) is not None
+            nonlocal output
+            output += capfd.readouterr().err
+            return re.search(rf"of 120 s: .*DP0 TP1 \(pid {pid}\) loading", output) is not None
 
         asyncio.run(until(named))
     except BaseException:
@@ -181,7 +181,7 @@ def test_follower_lost_while_loading_is_named(
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match=rf"DP0 TP1 \(pid {rank.pid}\) {words}") as caught:
         core.wait_ready()
-    print(f"\n{strike.name} while loading: named, and all gone, after {time.monotonic() - began:.2f} s: {caught.value}")
+    print(f"\n{strike.name} while loading: named, all exited, after {time.monotonic() - began:.2f} s: {caught.value}")
     assert not psutil.pid_exists(core.pid) and not psutil.pid_exists(rank.pid)
 
 
@@ -196,7 +196,7 @@ def test_leader_stopped_while_loading_is_named(
     asyncio.run(until(lambda: drills.ended(follower)))
 
 
-def told(capfd: Any) -> str:
+def stderr_of(capfd: Any) -> str:
     """What the processes logged."""
     out, err = capfd.readouterr()
     print(out, err, sep="\n")
@@ -223,6 +223,6 @@ def test_killed_rank_of_another_node_is_named_with_its_host(checkpoint: Path, tm
         report = asyncio.run(run())
         report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL on {socket.gethostname()} (last sign: ")
         assert node.wait(PATIENCE) == 1
-        assert "Node 1 exits: DP0 TP1" in told(capfd)
+        assert "Node 1 exits: DP0 TP1" in stderr_of(capfd)
     finally:
         node.kill()

@@ -62,17 +62,17 @@ def loading(*running: int, caplog: pytest.LogCaptureFixture, seconds: float) -> 
 
 
 def test_startup_logs_silent_ranks_then_fails(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    detector, said = loading(caplog=caplog, seconds=14.8)
-    assert said == ["TP1 (pid 101) silent for 5.1 s during startup (last sign: importing)"]
+    detector, logged = loading(caplog=caplog, seconds=14.8)
+    assert logged == ["TP1 (pid 101) silent for 5.1 s during startup (last sign: importing)"]
     assert detector.failure is None
     caplog.clear()
-    detector, said = loading(caplog=caplog, seconds=15.3)
-    assert len(said) == 1 and "TP1 (pid 101) silent for 15.1 s" in str(detector.failure)
+    detector, logged = loading(caplog=caplog, seconds=15.3)
+    assert len(logged) == 1 and "TP1 (pid 101) silent for 15.1 s" in str(detector.failure)
 
 
 def test_startup_waits_for_live_ranks(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    detector, said = loading(1, caplog=caplog, seconds=600.0)
-    assert not said and detector.failure is None
+    detector, logged = loading(1, caplog=caplog, seconds=600.0)
+    assert not logged and detector.failure is None
 
 
 def in_step(step: int, operations: int, operation: str = "all_gather") -> Position:
@@ -120,15 +120,15 @@ def test_idle_is_neither_late_nor_slow(ranks: Ranks, caplog: pytest.LogCaptureFi
 
 
 def test_silence_fails_the_group_and_names_all_silent_ranks(ranks: Ranks) -> None:
-    heard: list[RankLost] = []
-    ranks.detector.on_failure(heard.append)
+    failures: list[RankLost] = []
+    ranks.detector.on_failure(failures.append)
     ranks.positions = [in_step(4, 2)] * 4
     ranks.run(1.0)
     ranks.run(2.7, silent=(1, 2))
     assert not ranks.failure
     ranks.run(0.5, silent=(1, 2))
     assert ranks.failure.startswith("TP1 (pid 101), TP2 (pid 102) silent for 3.") and "step 4" in ranks.failure
-    assert [str(failure) for failure in heard] == [ranks.failure]
+    assert [str(failure) for failure in failures] == [ranks.failure]
 
 
 def test_time_in_which_the_detector_was_suspended_is_not_silence(ranks: Ranks) -> None:

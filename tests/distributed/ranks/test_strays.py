@@ -319,19 +319,21 @@ def meshes(folder: Path) -> list[StepExchange]:
     return made
 
 
-@pytest.mark.parametrize("told", WRONG_STEPS, ids=lambda told: f"{told.number}-{told.group}-{told.generation}")
-def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, told: StepFactsMessage) -> None:
+@pytest.mark.parametrize(
+    "message", WRONG_STEPS, ids=lambda message: f"{message.number}-{message.group}-{message.generation}"
+)
+def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, message: StepFactsMessage) -> None:
     """Not kept either: a number that no step will have would stay in memory."""
     first, second = meshes(tmp_path)
     sender = stranger(zmq.PUSH, first.address)
-    sender.send(encode(told))
-    sender.send_multipart([encode(told), encode(told)])
+    sender.send(encode(message))
+    sender.send_multipart([encode(message), encode(message)])
     sender.send(b"\xc1")
     until(lambda: not first.begun(1) and first.num_dropped == 3, "it was not counted")
     second.send(1, StepFacts(num_tokens=2))
     first.send(1, StepFacts(num_tokens=1))
     assert [facts.num_tokens for facts in first.gather(1, lambda: None)] == [1, 2]
-    assert first._told == {}
+    assert first._facts == {}
     for closing in (first, second):
         closing.close()
     sender.close(0)
@@ -379,7 +381,7 @@ def test_step_sync_survives_random_frames(tmp_path: Path) -> None:
     until(lambda: not pair[0].begun(steps + 1) and pair[0].num_dropped >= NUM_FRAMES * 0.9, f"seed {seed}")
     assert agreed[0] == agreed[1] and len(agreed[0]) == steps, seed
     assert [[facts.num_tokens for facts in step] for step in agreed[0]] == [[10 * i, 10 * i + 1] for i in range(steps)]
-    assert pair[0]._told == {}, seed
+    assert pair[0]._facts == {}, seed
     for mesh in pair:
         mesh.close()
     sender.close(0)
