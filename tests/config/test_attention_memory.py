@@ -52,9 +52,9 @@ def test_the_ledger_counts_what_the_backend_states(prepared: Callable[..., Resol
     flags = {"attention_backend": name, "page_size": 64, "max_running_requests": 256, "context_length": 8192}
     with_graphs, without = prepared(**flags), prepared(**flags, disable_cuda_graph=True)
     num_bytes, detail = workspace(with_graphs)
-    assert name in detail and f"{with_graphs.graphs.num_graphs} recorded steps" in detail
+    assert name in detail and f"{with_graphs.graphs.num_graphs} captured steps" in detail
     load = AttentionLoad(256, 1, V3_WIDTHS, 8196 // 64 + 1, with_graphs.graphs.num_graphs, 256, expanded=16384)
-    assert ("expanded keys once more" in detail) == (name != "triton")
+    assert ("a copy of expanded keys" in detail) == (name != "triton")
     assert num_bytes == getattr(workspaces, name)(load)
     assert workspace(without)[0] < num_bytes
     assert with_graphs.max_total_num_tokens < without.max_total_num_tokens

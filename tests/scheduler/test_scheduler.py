@@ -113,7 +113,7 @@ def test_several_tokens_a_step_end_at_the_first_that_ends() -> None:
     assert event.token_ids == [EOS] and event.finish_reason is not None
     s.add(make_request("b", [5], 9))
     made = plan(s)
-    with pytest.raises(MoeEngineError, match="more than its plan gave slots for"):
+    with pytest.raises(MoeEngineError, match="more than its plan has slots for"):
         s.update(StepResult(made.number, made.rows, [[8, 8, 8]]))
 
 
