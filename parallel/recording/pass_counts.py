@@ -82,7 +82,9 @@ class PassCounts:
     def ids_buffer(self, num_tokens: int) -> Tensor:
         """int32 [T, K] buffer for a layer's choices, passed to `add_choices` afterwards: avoids a copy."""
         if self._ids_buffer.shape[1] != num_tokens:
-            self._ids_buffer = self._ids_buffer.new_empty(len(self._ids_buffer), num_tokens, self._ids_buffer.shape[2])
+            self._ids_buffer = self._ids_buffer.new_empty(
+                self._ids_buffer.shape[0], num_tokens, self._ids_buffer.shape[2]
+            )
             self._layer_ids = self._ids_buffer.unbind(0)
             self._again = None
         self._num_stored += 1

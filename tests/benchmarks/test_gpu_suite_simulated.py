@@ -131,7 +131,7 @@ def test_summary_names_what_was_missed_and_what_failed():
         "decode": {"failed": "Traceback\nRuntimeError: no memory\n"}, "parity": {"wrong": 3},
     }  # fmt: skip
     text = summary(result)
-    assert text.startswith("targets: 1 met, 1 missed, 1 not tried\n  missed: b: 0.50 of 1.00\n")
+    assert text.startswith("targets: 1 met, 1 missed, 1 not measured\n  missed: b: 0.50 of 1.00\n")
     assert "kernels: k with triton: Broken: y" in text and "part parity: 3 wrong" in text
     assert "part decode failed: RuntimeError: no memory" in text
 

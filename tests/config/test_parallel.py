@@ -187,7 +187,7 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("small", {"nnodes": 2}, ["--nnodes 2 with --tp-size 1", "add --tp-size 2"]),
     ("small", {"tp": 2, "nnodes": 4}, ["--nnodes 4 with --tp-size 2", "use --tp-size 4"]),
     ("small", {"tp": 4, "nnodes": 3, "dist_init_addr": "a:1"}, ["--nnodes 3", "--tp-size 4", "2 or 4 would"]),
-    ("small", {"tp": 4, "moe_dense_tp_size": 2}, ["--moe-dense-tp-size 2", "leave the flag out, or 4", "(1)"]),
+    ("small", {"tp": 4, "moe_dense_tp_size": 2}, ["--moe-dense-tp-size 2", "omit the flag, or 4", "(1)"]),
     ("small", {"tp": 2, "enable_dp_lm_head": True}, ["--enable-dp-lm-head", "--attn-dp-size above 1"]),
     ("small", {"tp": 4, "ep": 2, "moe_a2a_backend": "all_to_all"},
      ["--moe-a2a-backend all_to_all", "--ep-size must be --tp-size 4, not 2", "--moe-a2a-backend none"]),

@@ -45,7 +45,7 @@ def test_phases_get_their_modes() -> None:
 @pytest.mark.parametrize(
     ("place", "asked", "mode", "reason"),
     [
-        (Place("cpu", 4), "deepep", "auto", "moves GPU memory; the device is cpu"),
+        (Place("cpu", 4), "deepep", "auto", "needs GPU memory; the device is cpu"),
         (Place("cpu", 4), "local", "auto", "4 ranks"),
         (Place("cpu", 1), "local", "low_latency", "has no low_latency mode"),
         (Place("cpu", 4, 2), "shared_memory", "auto", "2 nodes"),

@@ -170,7 +170,7 @@ def test_regions_are_aligned_and_apart(num_ranks: int, fp8: bool) -> None:
 
 def test_why_not_on_other_devices_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the device is cpu" in (symm_mem.why_not("cpu", 1) or "")
-    assert "2 nodes (nvshmem goes beyond)" in (symm_mem.why_not("cuda", 2) or "")
+    assert "2 nodes (use nvshmem)" in (symm_mem.why_not("cuda", 2) or "")
     assert symm_mem.why_not("cuda", 1) is None
     with pytest.raises(ValueError, match="there is only one rank"):
         choose(Place("cuda", 1), "symm_mem")
@@ -185,7 +185,7 @@ def test_why_not_on_other_devices_and_nodes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_why_not_nvshmem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "the device is cpu" in (symm_mem.why_not_nvshmem("cpu", 4) or "")
-    assert "16 ranks at most; there are 17" in (symm_mem.why_not_nvshmem("cuda", 17) or "")
+    assert "at most 16 ranks; there are 17" in (symm_mem.why_not_nvshmem("cuda", 17) or "")
     monkeypatch.setattr(symm_mem.availability, "_torch_folder", lambda: tmp_path)
     assert "built without NVSHMEM" in (symm_mem.why_not_nvshmem("cuda", 16) or "")
     (tmp_path / "lib").mkdir()
@@ -207,7 +207,7 @@ GOOD = DispatchShape(128, 8, 8, 7168, 128, torch.bfloat16, fp8=True)
         ("dispatcher", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
         ("dispatcher", {"max_tokens": 1 << 25}, "32-bit"),
         ("nvshmem", {"num_ranks": 32}, "32 ranks; at most 16"),
-        ("nvshmem", {"num_ranks": 4}, "32 experts of a rank; at most 16"),
+        ("nvshmem", {"num_ranks": 4}, "32 experts per rank; at most 16"),
         ("nvshmem", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
     ],
 )

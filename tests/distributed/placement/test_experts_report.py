@@ -196,8 +196,8 @@ def test_mistakes_name_the_file_and_the_fix(tmp_path, capsys):
     for files, message in (
         ([str(tmp_path / "none.pt")], "none.pt: No such file"),
         ([str(tmp_path)], "is a folder; name one of its dumps: expert_distribution_recorder_"),
-        ([str(tmp_path / "text.pt")], "text.pt: not a file of torch.save that holds tensors"),
-        ([str(tmp_path / "short.pt")], "short.pt: not a file of torch.save that holds tensors, or cut short"),
+        ([str(tmp_path / "text.pt")], "text.pt: not a torch.save file of tensors"),
+        ([str(tmp_path / "short.pt")], "short.pt: not a torch.save file of tensors, or truncated"),
         ([empty], "nothing was recorded; record with /start_expert_distribution_record"),
         ([save(tmp_path, "list.pt", [1])], "list.pt: holds neither logical_count nor records"),
         ([save(tmp_path, "flat.pt", {"logical_count": torch.ones(4)})], "flat.pt: logical_count: must be a table"),

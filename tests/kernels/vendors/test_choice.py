@@ -74,9 +74,9 @@ def test_capability_decides(everything_installed, table, device, able):
         ({"kv_dtype": "fp8_e4m3"}, "flashinfer", "fp8_e4m3"),
         ({"kv_dtype": "fp8_e4m3"}, "fa3", "fp8_e4m3"),
         ({"kv_dtype": "fp8_e5m2"}, "flashmla", "fp8_e4m3"),
-        ({"deterministic": True}, "flashmla", "FlashMLA does not promise"),
+        ({"deterministic": True}, "flashmla", "FlashMLA is not batch-invariant"),
         ({"deterministic": True}, "flashinfer", "--enable-deterministic-inference"),
-        ({"deterministic": True}, "fa3", "FlashAttention 3 does not promise"),
+        ({"deterministic": True}, "fa3", "FlashAttention 3 is not batch-invariant"),
     ],
 )
 def test_needs_decide(everything_installed, change, row, words):
