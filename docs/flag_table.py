@@ -11,7 +11,7 @@ from moe_engine.config.args import PARTS
 from moe_engine.config.dropped import DROPPED, FOREIGN, SATISFIED
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import GROUPS
-from moe_engine.config.unsupported_flags import LATER
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 
 PAGE = Path(__file__).with_name("sglang_flags.md")
 
@@ -54,7 +54,7 @@ def page() -> str:
     parts += ["## Accepted without effect\n", SATISFIED_TEXT]
     parts.append(table(("flag", "reason"), [(code([option_of(name)]), why) for name, why in SATISFIED.items()]))
     parts += ["## Refused: not available yet\n", LATER_TEXT]
-    rows = [(spellings(row), harmless(row), f"refused: {row.reason}") for row in LATER.values()]
+    rows = [(spellings(row), harmless(row), f"refused: {row.reason}") for row in UNSUPPORTED_FLAGS.values()]
     parts.append(table(("flag", "accepted values", "comes with"), rows))
     parts += ["## Refused: removed from SGLang\n", DROPPED_TEXT]
     rows = [(spellings(row), harmless(row), f"removed from SGLang: {row.reason}") for row in DROPPED.values()]
