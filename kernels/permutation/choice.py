@@ -1,4 +1,4 @@
-"""Selects the `TOKEN_ROWS` backend. There is no flag: all rows give identical results."""
+"""Selects the `PERMUTATION` backend. There is no flag: all rows give identical results."""
 
 from __future__ import annotations
 

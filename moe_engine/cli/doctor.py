@@ -27,7 +27,7 @@ FAMILIES = {
     "attention (MLA)": "MLA",
     "attention (GQA)": "GQA",
     "sampling": "SAMPLING",
-    "token rows": "TOKEN_ROWS",
+    "permutation": "PERMUTATION",
 }
 LEAST_FILES = 4096
 

@@ -171,8 +171,8 @@ def test_nodes_from_the_launcher_equal_flags(models) -> None:
 
 REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("small", {"tp": 0}, ["--tp-size 0", "at least one rank"]),
-    ("small", {"tp": 3}, ["4 attention heads", "--tp-size / --attn-dp-size", "2 or 4 could", "--attn-dp-size 3"]),
-    ("small", {"tp": 16}, ["4 attention heads", "16 ranks", "4 could", "with --tp-size 16: --attn-dp-size 4"]),
+    ("small", {"tp": 3}, ["4 attention heads", "--tp-size / --attn-dp-size", "2 or 4 can", "--attn-dp-size 3"]),
+    ("small", {"tp": 16}, ["4 attention heads", "16 ranks", "4 can", "with --tp-size 16: --attn-dp-size 4"]),
     ("small", {"tp": 4, "attn_dp_size": 3}, ["--attn-dp-size 3", "--tp-size 4", "2 or 4 would"]),
     ("small", {"tp": 4, "attn_dp_size": 0}, ["--attn-dp-size 0", "--tp-size 4", "1 would"]),
     ("small", {"tp": 2, "dp": 4, "enable_dp_attention": True},
@@ -233,8 +233,8 @@ def test_too_many_nodes_of_a_launcher_name_the_launcher(models) -> None:
 @pytest.mark.parametrize(
     ("changes", "flags", "words"),
     [
-        ({"n_routed_experts": 12}, {"tp": 8, "ep": 8}, ["12 experts", "8 ranks", "--ep-size", "6 or 12 could"]),
-        ({"moe_intermediate_size": 130}, {"tp": 4}, ["experts of width 130", "4 ranks", "2 or 5 could", "--ep-size"]),
+        ({"n_routed_experts": 12}, {"tp": 8, "ep": 8}, ["12 experts", "8 ranks", "--ep-size", "6 or 12 can"]),
+        ({"moe_intermediate_size": 130}, {"tp": 4}, ["experts of width 130", "4 ranks", "2 or 5 can", "--ep-size"]),
         ({"intermediate_size": 514}, {"tp": 4}, ["dense layers of width 514", "2 or 257", "--moe-dense-tp-size 1"]),
         ({"hidden_size": 200}, {"tp": 2, "moe_a2a_backend": "all_to_all", "moe_dispatch_dtype": "fp8"},
          ["--moe-dispatch-dtype fp8", "128 channels", "hidden size 200"]),

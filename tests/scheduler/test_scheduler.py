@@ -121,7 +121,7 @@ def test_results_must_come_in_order() -> None:
     s = scheduler()
     s.add(make_request("a", [5], 9))
     first, second = plan(s), plan(s)
-    with pytest.raises(MoeEngineError, match="oldest in flight is 1"):
+    with pytest.raises(MoeEngineError, match="oldest step in flight is 1"):
         answer(s, second)
     with pytest.raises(MoeEngineError, match="rows"):
         s.update(StepResult(first.number, [], []))

@@ -48,18 +48,18 @@ class Ways:
         )
         self._step = self.engine.worker.runner.speculation
         self._layers = self._step.drafter.layers
-        self._whole, self._fused = self._step._whole, self._layers._fused
-        self.num_whole = 0
-        if self._whole is not None:
-            run = self._whole.run
-            self._whole.run = lambda *args: self._count() or run(*args)
+        self._fused_step, self._fused = self._step._fused, self._layers._fused
+        self.num_fused_steps = 0
+        if self._fused_step is not None:
+            run = self._fused_step.run
+            self._fused_step.run = lambda *args: self._count() or run(*args)
 
     def _count(self) -> None:
-        self.num_whole += 1
+        self.num_fused_steps += 1
 
     def run(self, way: str, script: list[Scripted]) -> tuple[list[Any], list[int], list[int]]:
         """Tokens and log-probabilities of each answer, and proposed and accepted drafts by position."""
-        self._step._whole = self._whole if way == "whole" else None
+        self._step._fused = self._fused_step if way == "whole" else None
         self._layers._fused = None if way == "parts" else self._fused
         answers = self.engine.run(script).values()
         stats = self.engine.scheduler.stats().speculation
@@ -81,10 +81,10 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ways]:
 def test_the_same_drafts(demo: Ways) -> None:
     for temperature in (0.0, 0.8):
         script = _script(5, temperature)
-        before = demo.num_whole
+        before = demo.num_fused_steps
         whole, chain, parts = (demo.run(way, script) for way in ("whole", "chain", "parts"))
         assert whole == chain == parts
-        assert demo.num_whole > before, "no step was run whole"
+        assert demo.num_fused_steps > before, "no step was run whole"
         assert whole[2][0] > 0, "no draft was accepted: the comparison is not meaningful"
         plain = [answer.token_ids for answer in demo.engine.run(script, speculation=None).values()]
         exact = demo.engine.config.dtype == "float32"
@@ -100,9 +100,9 @@ def test_steps_in_one_call_are_recorded(tmp_path: Path) -> None:
         found = []
         for way in ("whole", "parts"):
             ways.engine.worker.call_all("start_experts").result()
-            before = ways.num_whole
+            before = ways.num_fused_steps
             answers = ways.run(way, _script(3, 0.8))
-            assert (ways.num_whole > before) == (way == "whole")
+            assert (ways.num_fused_steps > before) == (way == "whole")
             (part,) = ways.engine.worker.call_all("dump_experts").result()
             counts = unpack_counts(part)
             assert part["pass_ids"] == list(range(part["pass_ids"][0], part["pass_ids"][0] + len(counts)))
@@ -125,7 +125,7 @@ def test_steps_with_further_features_are_not_fused(demo: Ways) -> None:
     asked[3].sampling |= {"ignore_eos": False, "min_new_tokens": 6, "stop_token_ids": free}
     whole, parts = (demo.run(way, asked) for way in ("whole", "parts"))
     assert whole == parts
-    assert demo.num_whole
+    assert demo.num_fused_steps
     assert len(whole[0][2][0]) < 24, "the end token never came"
 
 
@@ -139,6 +139,6 @@ def test_two_mtp_layers(tmp_path: Path) -> None:
         for temperature in (0.0, 0.8):
             whole, chain, parts = (ways.run(way, _script(5, temperature)) for way in ("whole", "chain", "parts"))
             assert whole == chain == parts
-        assert not ways.num_whole
+        assert not ways.num_fused_steps
     finally:
         ways.engine.close()

@@ -202,7 +202,7 @@ def two_alive(
     try:
         dispatcher.dispatch(x, ids, weights, "decode")
     except RuntimeError as error:
-        assert "alive" in str(error)
+        assert "pending" in str(error)
     else:
         raise AssertionError("a third live result")
     outcomes: dict[int, Outcome] = {}

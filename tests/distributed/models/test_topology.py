@@ -73,10 +73,10 @@ def test_sizes_that_do_not_fit(sizes: dict[str, int], words: tuple[str, ...]) ->
     ("topology", "widths", "words"),
     [
         (Topology(16), ModelWidths(40, 8, False), ("40 attention heads", "16 ranks", "10 or 20")),
-        (Topology(6), ModelWidths(12, 4, False), ("4 KV heads", "6 ranks", "4 could")),
+        (Topology(6), ModelWidths(12, 4, False), ("4 KV heads", "6 ranks", "4 divide")),
         (Topology(16, ep_size=16), ModelWidths(16, 0, True, num_experts=40), ("40 experts", "--ep-size", "10 or 20")),
         (Topology(32), V3, ("dense layers of width 18432", "32 ranks", "blocks of 128", "--moe-dense-tp-size 1")),
-        (Topology(2), ModelWidths(16, 0, True, 0, 64, 1408, 2816, 128), ("1408", "blocks of 128", "1 could")),
+        (Topology(2), ModelWidths(16, 0, True, 0, 64, 1408, 2816, 128), ("1408", "blocks of 128", "1 or 11 can")),
         (Topology(3), ModelWidths(15, 0, True, 0, 3, 9, 32), ("shared experts of width 32", "--moe-a2a-backend")),
     ],
 )

@@ -136,7 +136,7 @@ def test_the_report_in_the_terminal(tmp_path, capsys):
     assert main(["experts", file]) == 0
     out = capsys.readouterr().out
     assert "12 passes (mode stat); 2 MoE layers of 3, 8 experts; 288 expert choices" in out
-    for part in ("max/mean", "top 10 %", "hottest experts", "EP size", "unseen", "times the layer's mean"):
+    for part in ("max/mean", "top 10 %", "hottest experts", "EP size", "unseen", "multiples of the layer's mean"):
         assert part in out
     counts = read_dumps([file]).total
     hottest = int(counts[1].argmax())
@@ -165,7 +165,7 @@ def test_pictures_and_plans_are_written(tmp_path, capsys):
     expected: ExpertPlacement = plan_placement(logical(draw(6)), layout)
     assert (from_any(str(plan), layout, LAYERS).physical_to_logical == expected.physical_to_logical).all()
     printed = capsys.readouterr().out
-    assert str(plan) in printed and "times the layer's mean" not in printed
+    assert str(plan) in printed and "multiples of the layer's mean" not in printed
 
 
 def test_without_matplotlib_there_is_a_word_and_text(tmp_path, capsys, monkeypatch):
@@ -179,7 +179,7 @@ def test_without_matplotlib_there_is_a_word_and_text(tmp_path, capsys, monkeypat
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["experts", record(tmp_path, "stat", draw(7)), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "pip install matplotlib" in out and "times the layer's mean" in out
+    assert "pip install matplotlib" in out and "multiples of the layer's mean" in out
 
 
 def save(folder: Path, name: str, content: object) -> str:

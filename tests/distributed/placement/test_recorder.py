@@ -539,7 +539,7 @@ def test_refusals_name_the_flag(tmp_path, fields, message):
 
 def test_logs_where_it_wrote(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("moe_engine"), "propagate", True)  # a server set up by a test before keeps it
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "moe_engine")
     recorder = ExpertRecorder(config_for(tmp_path))
     (path,) = write_parts(tmp_path / "made" / "anew", [recorder.dump_part()])
     assert str(path) in caplog.text
